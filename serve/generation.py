@@ -136,7 +136,7 @@ class Generation:
             for index, seq in enumerate(ticket.sequences)
             if seq.reported
         }
-        self._logprobs: list[list[float]] = [[] for _ in texts]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in texts]
         """Log-probabilities of each choice's ids, for its receipt."""
         self._arrived = time.monotonic()
         self._last: dict[int, float] = {}  # when a choice's last update came
@@ -240,7 +240,7 @@ class Generation:
         """The piece, and once its choice has ended the choice's receipt."""
         identity, seq = self.context.identity, self._ticket.sequences[index]
         assert identity is not None, "`begin` refuses the request"
-        self._logprobs[index] += [each.logprob for each in update.logprobs or ()]
+        self._logprobs[index] += update.logprobs or ()
         count = self._texts[index].token_count
         if piece.finish is None or count == 0:
             return piece

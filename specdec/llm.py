@@ -41,7 +41,7 @@ from specdec.audit.making import Ended, Identity, receipt_of
 from specdec.audit.receipt import Finish, Receipt
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.types import Sequence, TokenLogprob
+from specdec.core.types import Sequence
 from specdec.llm_requests import Planned, Prompt, Requests
 from specdec.llm_types import (
     Answer,
@@ -222,8 +222,7 @@ class LLM:
         image = 0 if vision is None else vision.ids.image
         prompt = [image if token < 0 else token for token in seq.tokens[: seq.prompt_len]]
         text, reasoning, calls = _taken_apart(parts)
-        logs = _chosen(wanted)
-        claim = Ended(tokens, finish, params.stops, plan.part, text=text, logprobs=logs)
+        claim = Ended(tokens, finish, params.stops, plan.part, text=text, logprobs=wanted)
         receipt = partial(self._receipt, seq, claim)
         told = seq.acceptance, wanted, seq.cached, guessers, texts
         return Answer(prompt, text, tokens, finish, *told, reasoning, calls, receipt)
@@ -326,10 +325,6 @@ def _taken_apart(parts: Seqs[Part]) -> tuple[str, str, list[ToolCall]]:
     text = "".join(part.text for part in whole if isinstance(part, Content))
     thought = "".join(part.text for part in whole if isinstance(part, Reasoning))
     return text, thought, [ToolCall(call.id, call.name, call.arguments) for call in calls_of(whole)]
-
-
-def _chosen(logprobs: Seqs[TokenLogprob] | None) -> list[float] | None:
-    return None if logprobs is None else [each.logprob for each in logprobs]
 
 
 def _first(count: int, update: Update) -> Update:

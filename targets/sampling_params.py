@@ -11,6 +11,9 @@ import numpy as np
 
 from specdec.core.types import Array, Sampling
 
+SPREAD = 0x9E3779B1
+"""Factor of words in the second of `LogprobRows.checksums`: 2^32 divided by the golden ratio."""
+
 
 class SamplingTable(NamedTuple):
     """What `Sampling` holds, as arrays [B]; seed [B, 2]: the words of `split_seed`."""

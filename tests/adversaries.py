@@ -273,7 +273,7 @@ def report(
     latencies(url, 3)  # whatever the first ones load
     idle = statistics.median(latencies(url, tries))
     memory = None if pid is None else Memory(pid)
-    before = memory.now() if memory else 0
+    before = peak = memory.now() if memory else 0
     found: dict[str, Any] = {"max_len": max_len, "tries": tries, "idle_ms": round(1000 * idle, 1)}
     with memory.watched() if memory else nullcontext():
         for name, (attack, count) in attacks.items():
@@ -281,11 +281,13 @@ def report(
                 took = latencies(url, tries)
             found[name] = _ratios(took, idle) | {"answers": dict(statuses)}
             if memory:
+                found[name]["most_mb"] = round((memory.peak - before) / MB)
                 found[name]["held_mb"] = round((memory.now() - before) / MB)
+                peak, memory.peak = max(peak, memory.peak), 0
             print(json.dumps({name: found[name]}), file=sys.stderr, flush=True)
     if memory:
         time.sleep(REST_SECONDS)
-        held = {"idle": before, "peak": memory.peak, "a minute later": memory.now()}
+        held = {"idle": before, "peak": peak, "a minute later": memory.now()}
         found["memory_mb"] = {name: round(size / MB) for name, size in held.items()}
     return found
 

@@ -11,12 +11,16 @@ DRAFTER/device or DRAFTER/cuda (the CUDA target's references, on the CPU).
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence as Seqs
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from drafters import registry
@@ -36,6 +40,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Reuse, Sampling, Sequence
+from targets import mini
 from tests.support.audits import answers, changed
 
 MAKERS = (
@@ -70,6 +75,8 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 2**64 - 1},
 )
 """Sampling parameters, beside a seed."""
+UNUSED = 4001
+"""A token of mini that no answer here has."""
 TOKENS = 32
 BATCH = 4
 
@@ -129,7 +136,7 @@ def loaded(maker: str, **options: Any) -> tuple[Model, Any]:
     drafter, _, where = maker.partition("/")
     if where == "cuda":
         options |= {"backend": "cuda", "device": "cpu", "dtype": "bfloat16"}
-    config = ModelConfig("mini", max_len=512, slots=BATCH, **options)
+    config = ModelConfig(options.pop("model", "mini"), max_len=512, slots=BATCH, **options)
     loop = "device" if where == "device" else "host"
     own = registry.config_type()(drafter=drafter, k=4, loop=loop)
     speculation = registry.resolved(own, config)
@@ -247,22 +254,46 @@ def check_forged(name: str, forged: Seqs[Receipt], right: Seqs[Receipt], model: 
     print(f"{name}: {len(forged)} {dict(counts)}, each as generating anew has it", flush=True)
 
 
-def check_other_arithmetic(asked_seed: int, honest: Seqs[Receipt], model: Model) -> None:
-    """Answers of other arithmetics that are claimed for this one."""
-    for name, options in OTHER.items():
+def one_bit_changed(folder: Path) -> Path:
+    """A copy of mini with another last bit in the embedding of a token that no answer has."""
+    model = Path(shutil.copytree(mini.path("mini"), folder / "mini"))
+    file = model / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:begin])
+    found = next(value for name, value in tensors.items() if name.endswith("embed_tokens.weight"))
+    first, end = found["data_offsets"]
+    data[begin + first + UNUSED * (end - first) // found["shape"][0]] ^= 1
+    file.write_bytes(data)
+    return model
+
+
+def check_others(asked_seed: int, honest: Seqs[Receipt], model: Model) -> None:
+    """Answers of other arithmetics and of other weights that are claimed for these."""
+    with TemporaryDirectory() as folder:
+        weights = {"one bit of the weights": {"model": str(one_bit_changed(Path(folder)))}}
+        _check_others(OTHER | weights, asked_seed, honest, model)
+
+
+def _check_others(
+    others: dict[str, dict[str, Any]], asked_seed: int, honest: Seqs[Receipt], model: Model
+) -> None:
+    for name, options in others.items():
         _, receipts = made("none", random.Random(asked_seed), **options)
         claimed = [
             r.model_copy(update={"model": h.model, "arithmetic": h.arithmetic})
             for r, h in zip(receipts, honest, strict=True)
         ]
-        alone = [r.model_copy(update={"logprobs": None}) for r in claimed]
-        seen = [sum(v.false for v in judged_by(model, some)) for some in (alone, claimed)]
+        numbers = [r.model_copy(update={"commitments": None}) for r in claimed]
+        alone = [r.model_copy(update={"logprobs": None}) for r in numbers]
+        each = alone, numbers, claimed
+        seen = [sum(v.false for v in judged_by(model, some)) for some in each]
         for r, h, v in zip(alone, honest, judged_by(model, alone), strict=True):
             same = (r.answer.ids, r.answer.finish) == (h.answer.ids, h.answer.finish)
             assert (v.kind == "verified") == same, (v, r.to_text())
         print(
-            f"{name} for float32: seen in {seen[0]} of {len(claimed)} by ids, in {seen[1]} with "
-            "log-probabilities",
+            f"{name}, claimed for mini in float32: seen in {seen[0]} of {len(claimed)} by ids, "
+            f"in {seen[1]} with log-probabilities, in {seen[2]} with commitments",
             flush=True,
         )
 
@@ -288,7 +319,7 @@ def main() -> None:
     requested = forged_requests(honest, draw)
     forged = [next(requested) for _ in range(count)]
     check_forged("requests", forged, anew(model, forged), model)
-    check_other_arithmetic(options.seed, honest, model)
+    check_others(options.seed, honest, model)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from specdec.audit.receipt import (
     PromptPart,
     Receipt,
     SamplingPart,
+    commitments_of,
     packed_floats,
     sentence_of,
     shortest,
 )
 from specdec.core.errors import UserError
-from specdec.core.types import Constraint, Sampling, Sequence
+from specdec.core.types import Constraint, Sampling, Sequence, TokenLogprob
 from specdec.core.version import VERSION
 
 PLAIN = OutputPart(form="plain", special=False, tools=None, in_thought=False)
@@ -64,7 +65,7 @@ class Ended:
     output: OutputPart = PLAIN
     choice: int = 0
     text: str | None = None
-    logprobs: Seqs[float] | None = None
+    logprobs: Seqs[TokenLogprob] | None = None
     """Of each id."""
 
 
@@ -97,8 +98,18 @@ def _receipt(identity: Identity, seq: Sequence, ended: Ended) -> Receipt:
         ),
         constraint=_constraint(seq.constraint),
         answer=AnswerPart(ids=tuple(ended.ids), finish=ended.finish, text=ended.text),
-        logprobs=None if ended.logprobs is None else packed_floats(list(ended.logprobs)),
+        **_witnesses(ended.logprobs),
     )
+
+
+def _witnesses(logprobs: Seqs[TokenLogprob] | None) -> dict[str, Any]:
+    """What speaks for the weights beside the ids."""
+    if logprobs is None:
+        return {}
+    return {
+        "logprobs": packed_floats([each.logprob for each in logprobs]),
+        "commitments": commitments_of([each.checksum for each in logprobs]),
+    }
 
 
 def _sampling(sampling: Sampling) -> SamplingPart:

@@ -8,6 +8,7 @@ number of the format, and a reader takes the numbers that it lists.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,8 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT, Sampling
 
-FORMAT = "specdec-receipt/1"
-"""The one number that is written and read."""
+FORMAT = "specdec-receipt/2"
+"""The number that is written."""
+WITHOUT_COMMITMENTS = "specdec-receipt/1"
+"""An older number that is read too."""
+BLOCK = 32
+"""Ids of an answer for which there is one commitment."""
 MOST_BYTES = 32 * 2**20
 """Bytes of a receipt: four times those of the largest request, whose grammar it may hold."""
 MOST_IDS = 2**20
@@ -27,6 +32,8 @@ MOST_STOPS = 1024
 """Stop strings, and names of tools."""
 LONGEST_NAME = 1000
 """Characters of a name, a version or a stop string."""
+DIGEST_DIGITS = 16
+"""Hexadecimal digits of a commitment."""
 LONGEST_REASON = 300
 """Characters of an error that are shown."""
 Made = TypeVar("Made", bound=BaseModel)
@@ -170,10 +177,21 @@ class AnswerPart(Part):
     text: str | None = None
 
 
+class CommitmentsPart(Part):
+    """Digests of numbers that the model computed, a block of ids each; the last may have fewer."""
+
+    block: Literal[32]
+    """Ids of a block."""
+    logits: Annotated[
+        tuple[Annotated[str, Field(pattern=r"\A[0-9a-f]{16}\z")], ...], Field(max_length=MOST_IDS)
+    ]
+    """Of the bits of all logits before any shaping: weights and arithmetic."""
+
+
 class Receipt(Part):
     """One answer with all that decides it."""
 
-    format: Literal["specdec-receipt/1"]
+    format: Literal["specdec-receipt/1", "specdec-receipt/2"]
     model: ModelPart
     arithmetic: Arithmetic
     prompt: PromptPart
@@ -187,6 +205,7 @@ class Receipt(Part):
     answer: AnswerPart
     logprobs: str | None = None
     """Log-probability of each id before any shaping: float32, little endian, in base64."""
+    commitments: CommitmentsPart | None = None
 
     @model_validator(mode="after")
     def _what_belongs_together(self) -> Receipt:
@@ -194,7 +213,17 @@ class Receipt(Part):
             raise ValueError("answer.text needs an answer that has ended")
         if self.logprobs is not None and len(self.chosen_logprobs()) != len(self.answer.ids):
             raise ValueError("logprobs must hold one float32 for each id")
+        if self.commitments is not None:
+            self._check_commitments(self.commitments)
         return self
+
+    def _check_commitments(self, found: CommitmentsPart) -> None:
+        if self.format == WITHOUT_COMMITMENTS:
+            raise ValueError(f"commitments need format {FORMAT!r}")
+        if self.logprobs is None:
+            raise ValueError("commitments go with logprobs")
+        if len(found.logits) != -(-len(self.answer.ids) // BLOCK):
+            raise ValueError(f"commitments.logits must have one digest for {BLOCK} ids")
 
     def chosen_logprobs(self) -> np.ndarray:
         """`logprobs` as float32 [ids]."""
@@ -216,8 +245,9 @@ class Receipt(Part):
     def to_json(self) -> dict[str, Any]:
         """The receipt as JSON values, without what is optional and absent."""
         document = self.model_dump(mode="json")
-        if self.logprobs is None:
-            del document["logprobs"]
+        for name in ("logprobs", "commitments"):
+            if document[name] is None:
+                del document[name]
         if self.answer.text is None:
             del document["answer"]["text"]
         return document
@@ -258,7 +288,7 @@ def _no_constant(name: str) -> None:
 
 def _check_format(document: Any) -> None:
     found = document.get("format") if isinstance(document, dict) else None
-    if found != FORMAT:
+    if found not in (FORMAT, WITHOUT_COMMITMENTS):
         raise UserError(f"it is not a receipt that is read here: format must be {FORMAT!r}")
 
 
@@ -299,6 +329,14 @@ def _floats(text: str) -> np.ndarray:
 def packed_floats(values: list[float]) -> str:
     """`Receipt.logprobs` of log-probabilities."""
     return base64.b64encode(np.array(values, "<f4").tobytes()).decode()
+
+
+def commitments_of(checksums: list[int]) -> CommitmentsPart:
+    """Of `TokenLogprob.checksum` of each id."""
+    packed = np.array(checksums, "<u8")
+    blocks = [packed[i : i + BLOCK].tobytes() for i in range(0, len(packed), BLOCK)]
+    digests = tuple(hashlib.sha256(block).hexdigest()[:DIGEST_DIGITS] for block in blocks)
+    return CommitmentsPart(block=BLOCK, logits=digests)
 
 
 def shortest(value: float) -> float:

@@ -17,7 +17,7 @@ from serve.outputs import output_of
 from serve.runner import Update
 from serve.served_tokenizer import ServedTokenizer
 from serve.stream import ChoiceText, Content, Part, with_unopened_thoughts
-from specdec.audit.receipt import Receipt
+from specdec.audit.receipt import Receipt, commitments_of
 from specdec.audit.verdict import GOES_ON, Chosen, Verdict, conditions_of
 from specdec.constraints.constraint import unpacked
 from specdec.constraints.recite import Recite
@@ -26,7 +26,14 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.prediction import PredictedText, Prediction
-from specdec.core.types import Constraint, Event, FinishReason, Sampling, Sequence
+from specdec.core.types import (
+    Constraint,
+    Event,
+    FinishReason,
+    Sampling,
+    Sequence,
+    TokenLogprob,
+)
 from targets.backend import LoadedTarget
 
 Progress = Callable[[int], None]
@@ -64,7 +71,7 @@ class Row:
     ended_at: int = 0
     failure: str | None = None
     parts: list[Part] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     looked_up: tuple[Chosen, ...] = ()
     """The ids of `wrong`, with their log-probabilities."""
 
@@ -100,7 +107,7 @@ class Row:
         elif self.differs is None:
             self.differs = event.tokens[equal]
         self.equal += equal
-        self.logprobs += [p.logprob for p in (event.logprobs or ())[:equal]]
+        self.logprobs += (event.logprobs or ())[:equal]
         return equal
 
     def _read(self, event: Event, equal: int) -> None:
@@ -163,7 +170,8 @@ class Replay:
         finish = row.receipt.answer.finish
         if row.receipt.answer.text not in (None, _text(row.parts)):
             return Verdict("text differs")
-        return _false_logprob(row) or Verdict("verified", claimed=finish)
+        false = _false_logprob(row) or _false_commitment(row)
+        return false or Verdict("verified", claimed=finish)
 
     def look_up(self, rows: Seqs[Row]) -> None:
         """Of rows that differ: log-probabilities, before any shaping, of the claimed id and the
@@ -254,12 +262,24 @@ def _false_logprob(row: Row) -> Verdict | None:
     if row.receipt.logprobs is None:
         return None
     claimed = row.receipt.chosen_logprobs()
-    right = np.array(row.logprobs, "<f4")
+    right = np.array([each.logprob for each in row.logprobs], "<f4")
     unlike = np.flatnonzero(claimed.view("<u4") != right.view("<u4"))
     if not len(unlike):
         return None
     at = int(unlike[0])
     return Verdict("log-probability differs", at=at, claimed=f"{claimed[at]}", right=f"{right[at]}")
+
+
+def _false_commitment(row: Row) -> Verdict | None:
+    if row.receipt.commitments is None:
+        return None
+    claimed = row.receipt.commitments.logits
+    right = commitments_of([each.checksum for each in row.logprobs]).logits
+    pairs = enumerate(zip(claimed, right, strict=True))
+    at = next((block for block, (a, b) in pairs if a != b), None)
+    if at is None:
+        return None
+    return Verdict("commitment differs", at=at, claimed=claimed[at], right=right[at])
 
 
 def _text(parts: Seqs[Part]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from specdec.audit.receipt import Receipt
+from specdec.audit.receipt import BLOCK, Receipt
 
 Kind = Literal[
     "verified",
@@ -14,6 +14,7 @@ Kind = Literal[
     "ends otherwise",
     "text differs",
     "log-probability differs",
+    "commitment differs",
     "cannot be compared",
     "refused",
 ]
@@ -22,6 +23,7 @@ FALSE: tuple[Kind, ...] = (
     "ends otherwise",
     "text differs",
     "log-probability differs",
+    "commitment differs",
 )
 """Verdicts on a claim that was compared, and is not what this model gives."""
 GOES_ON = "goes on"
@@ -54,7 +56,7 @@ class Verdict:
     reads: int = 0
     """Reads of the weights that decoding it took."""
     at: int | None = None
-    """The place in the answer, from 0, of the first difference."""
+    """The place in the answer, from 0, of the first difference; of a commitment, its block."""
     claimed: Chosen | str | None = None
     right: Chosen | str | None = None
     """Both for a difference: of an id, or of an end."""
@@ -85,6 +87,11 @@ class Verdict:
             case "log-probability differs":
                 return (
                     f"log-probability differs at {self.at}: {self.claimed}, right is {self.right}"
+                )
+            case "commitment differs":
+                return (
+                    f"commitment differs in block {self.at} (ids from {BLOCK * (self.at or 0)} "
+                    f"on): claimed {self.claimed}, right is {self.right}"
                 )
             case _:
                 return f"{self.kind}: {self.reason}"

@@ -29,7 +29,7 @@ from specdec.core.config import Common, ModelConfig, SamplingConfig
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
-from specdec.core.types import Sequence
+from specdec.core.types import Sequence, TokenLogprob
 from specdec.core.writing import write_whole
 from targets.tokenizer import Tokenizer
 
@@ -111,17 +111,17 @@ def _prompt(prompt: str, prompt_file: Path | None) -> str:
 
 def _stream(
     engine: Engine, seq: Sequence, tokenizer: Tokenizer, echo: str
-) -> tuple[float, list[float]]:
+) -> tuple[float, list[TokenLogprob]]:
     """Print tokens as they come; returns the engine's decoding time in seconds, and the tokens'
     log-probabilities if the sequence has them. Arrival times can't be used: a device loop's first
     cycles arrive together with the token that prefill chose."""
     text, before = tokenizer.stream(), engine.times.decoding
-    chosen: list[float] = []
+    chosen: list[TokenLogprob] = []
     sys.stdout.write(echo)
     for event in engine.run([seq]):
         if event.error is not None:
             raise UserError(event.error)
-        chosen += [each.logprob for each in event.logprobs or ()]
+        chosen += event.logprobs or ()
         sys.stdout.write("".join(text.step(token) for token in event.tokens))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
@@ -129,7 +129,7 @@ def _stream(
     return engine.times.decoding - before, chosen
 
 
-def _write_receipt(file: Path, loaded: Model, seq: Sequence, chosen: list[float]) -> None:
+def _write_receipt(file: Path, loaded: Model, seq: Sequence, chosen: list[TokenLogprob]) -> None:
     """Raises UserError where it can't be written."""
     ids = seq.tokens[seq.prompt_len :]
     finish = "stop" if seq.finish == "stop" else "length"

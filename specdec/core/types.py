@@ -252,12 +252,14 @@ class Sequence:
 class LogprobRows:
     """Log-probabilities of the unshaped distribution, one row per position.
 
-    chosen [B, T] float32; top_ids and top_logprobs [B, T, n], best first.
+    chosen [B, T] float32; top_ids and top_logprobs [B, T, n], best first; checksums [B, T, 2], two
+    sums modulo 2^32 over the bits of all logits, which no order of summation changes.
     """
 
     chosen: Array
     top_ids: Array
     top_logprobs: Array
+    checksums: Array
 
 
 @dataclass(frozen=True)
@@ -349,10 +351,12 @@ class Round:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One emitted token's log-probability and the best alternatives (id, logprob), best first."""
+    """One emitted token's log-probability, the best alternatives (id, logprob), best first, and the
+    64 bits of `LogprobRows.checksums`."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    checksum: int
 
 
 @dataclass(frozen=True)

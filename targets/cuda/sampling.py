@@ -17,7 +17,7 @@ from specdec.core.types import MAX_LOGPROBS, LogprobRows
 from targets import sampling_params
 from targets.cuda.noise import from_uniform, uniform
 from targets.cuda.ops import Rows
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import SPREAD, SamplingTable
 
 
 def blank_table(slots: int, device: str) -> SamplingTable:
@@ -148,12 +148,23 @@ def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
     log_p = logits.log_softmax(-1)
     values, ids = log_p.topk(min(MAX_LOGPROBS, log_p.shape[-1]), -1)
     picked = log_p.gather(-1, chosen[..., None].long())[..., 0]
-    return LogprobRows(picked, ids.int(), values)
+    return LogprobRows(picked, ids.int(), values, _checksums(logits))
+
+
+def _checksums(logits: torch.Tensor) -> torch.Tensor:
+    """`LogprobRows.checksums` of logits [..., V], int64. As in `targets.jax.sampling`; int32
+    products wrap around."""
+    bits = logits.float().view(torch.int32)
+    word = torch.arange(logits.shape[-1], device=logits.device)
+    factors = 2 * word + 1, word * SPREAD | 1
+    sums = [(bits * factor.int()).sum(-1, dtype=torch.int64) for factor in factors]
+    return torch.stack(sums, -1) & 0xFFFFFFFF
 
 
 def each_part(function: Callable[[torch.Tensor], Any], rows: LogprobRows) -> LogprobRows:
-    """function of all three arrays."""
-    return LogprobRows(*map(function, (rows.chosen, rows.top_ids, rows.top_logprobs)))
+    """function of all arrays."""
+    fields = rows.chosen, rows.top_ids, rows.top_logprobs, rows.checksums
+    return LogprobRows(*map(function, fields))
 
 
 def on_host(rows: LogprobRows) -> LogprobRows:

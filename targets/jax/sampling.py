@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from specdec.core.constraint import WORD
 from specdec.core.types import MAX_LOGPROBS, Array, LogprobRows
 from targets.jax.noise import gumbel
-from targets.sampling_params import SamplingTable
+from targets.sampling_params import SPREAD, SamplingTable
 
 
 def choose_greedy(logits: Array, bias: Array) -> Array:
@@ -159,7 +159,16 @@ def logprobs(logits: Array, chosen: Array) -> LogprobRows:
     log_p = jax.nn.log_softmax(logits, -1)
     values, ids = _best(log_p, min(MAX_LOGPROBS, log_p.shape[-1]))
     picked = jnp.take_along_axis(log_p, chosen[..., None], -1)[..., 0]
-    return LogprobRows(picked, ids, values)
+    return LogprobRows(picked, ids, values, _checksums(logits))
+
+
+def _checksums(logits: Array) -> Array:
+    """`LogprobRows.checksums` of logits [..., V], uint32. Each word's bits times an odd number of
+    its own, so that a changed bit changes both sums."""
+    bits = jax.lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.uint32)
+    word = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
+    factors = 2 * word + 1, word * jnp.uint32(SPREAD) | 1
+    return jnp.stack([(bits * factor).sum(-1, dtype=jnp.uint32) for factor in factors], -1)
 
 
 PARTS = 8
@@ -180,5 +189,7 @@ def _best(log_p: Array, count: int) -> tuple[Array, Array]:
 
 
 jax.tree_util.register_dataclass(
-    LogprobRows, data_fields=["chosen", "top_ids", "top_logprobs"], meta_fields=[]
+    LogprobRows,
+    data_fields=["chosen", "top_ids", "top_logprobs", "checksums"],
+    meta_fields=[],
 )

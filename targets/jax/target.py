@@ -231,6 +231,5 @@ def _choose_one(
 
 
 def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:
-    return LogprobRows(
-        *(np.asarray(a)[rows] for a in (details.chosen, details.top_ids, details.top_logprobs))
-    )
+    fields = details.chosen, details.top_ids, details.top_logprobs, details.checksums
+    return LogprobRows(*(np.asarray(field)[rows] for field in fields))

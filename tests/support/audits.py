@@ -13,7 +13,7 @@ from serve.stream import ChoiceText
 from specdec.audit.making import PLAIN, Ended, Identity, receipt_of
 from specdec.audit.receipt import Arithmetic, ModelPart, OutputPart, Receipt, read_receipt
 from specdec.core.engine import Engine
-from specdec.core.types import Sequence
+from specdec.core.types import Sequence, TokenLogprob
 
 DIGEST = "0" * 64
 IDENTITY = Identity(
@@ -61,14 +61,14 @@ def answers(
         for seq, own in zip(seqs, stops, strict=True)
     }
     ended: dict[Sequence, Ended] = {}
-    logprobs: dict[Sequence, list[float]] = {seq: [] for seq in seqs}
+    logprobs: dict[Sequence, list[TokenLogprob]] = {seq: [] for seq in seqs}
     written = dict.fromkeys(seqs, "")
     for event in engine.run(list(seqs)):
         seq = event.sequence
         assert event.error is None, event.error
         if seq in ended:
             continue
-        logprobs[seq] += [each.logprob for each in event.logprobs or ()]
+        logprobs[seq] += event.logprobs or ()
         piece = texts[seq].feed(Update(0, event.tokens, event.logprobs, event.finish))
         written[seq] += piece.text
         if piece.finish is not None:
@@ -91,6 +91,7 @@ def changed(receipt: Receipt, *path: Any, value: Any) -> Receipt:
         place = place[key]
     place[path[-1]] = value
     document.pop("logprobs", None)
+    document.pop("commitments", None)
     document["answer"].pop("text", None)
     return read_receipt(text_of(document))
 

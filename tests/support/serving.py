@@ -61,7 +61,8 @@ class ServedTarget(FakeTarget):
     def _with_logprobs(self, step: Step) -> Step:
         ids = (step.chosen[..., None] + np.arange(20)) % self.vocab
         values = -(step.chosen[..., None] / 10 + np.arange(20)).astype(np.float32)
-        return Step(step.chosen, None, LogprobRows(values[..., 0], ids, values))
+        sums = np.stack([step.chosen, step.chosen + 7], -1).astype(np.uint32)
+        return Step(step.chosen, None, LogprobRows(values[..., 0], ids, values, sums))
 
 
 @dataclass

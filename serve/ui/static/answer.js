@@ -1,13 +1,6 @@
-// An answer, read by read. Whatever the model says goes to the page as text, never as HTML.
-import { NAMES, PAID, Tally, styleOf } from "./tally.js";
-
-/** An element with classes and children; strings become text. */
-export function element(name, classes = "", ...children) {
-  const made = document.createElement(name);
-  if (classes) made.className = classes;
-  made.append(...children);
-  return made;
-}
+// An answer, read by read. A model's output goes to the page as text, never as HTML.
+import { element } from "./dom.js";
+import { NAMES, Tally, nameOf, styleOf } from "./tally.js";
 
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 const shown = (text) => (text === "" ? "∅" : text.replaceAll("\n", "↵"));
@@ -19,6 +12,7 @@ export class Answer {
   #spans = [];
   #current = 0;
   #facts = element("p", "facts");
+  #legend = element("ul", "legend");
   #text = element("div", "reads");
   #detail = element("p", "detail");
   #summary = element("div", "summary");
@@ -29,7 +23,9 @@ export class Answer {
     this.#text.setAttribute("aria-orientation", "horizontal");
     this.#detail.setAttribute("aria-live", "polite");
     this.#detail.hidden = true;
-    this.root = element("div", "", this.#facts, this.#text, this.#detail, this.#summary);
+    this.#legend.setAttribute("aria-label", "Legend: the tokens by guesser");
+    const read = element("div", "guesses", this.#legend, this.#text, this.#detail, this.#summary);
+    this.root = element("div", "", this.#facts, read);
     this.#text.addEventListener("mouseover", (event) => this.#show(this.#indexOf(event.target)));
     this.#text.addEventListener("focusin", (event) => this.#show(this.#indexOf(event.target)));
     this.#text.addEventListener("keydown", (event) => this.#move(event));
@@ -39,20 +35,20 @@ export class Answer {
   add(read, at) {
     this.tally.add(read, at);
     const number = this.#reads.push(read) - 1;
-    const span = element("span", "read", ...read.tokens.map(tokenSpan));
+    const span = element("span", "read", ...tokenSpans(read.tokens));
     span.setAttribute("role", "option");
     span.setAttribute("aria-selected", "false");
-    span.setAttribute("aria-label", told(read));
+    span.setAttribute("aria-label", inWords(read));
     span.tabIndex = number ? -1 : 0;
     span.dataset.index = number;
     this.#spans.push(span);
     this.#text.append(span);
-    this.#tell();
+    this.#count();
   }
 
   /** Nothing follows. */
   finish() {
-    this.#summary.replaceChildren(guessers(this.tally), positions(this.tally));
+    this.#summary.replaceChildren(positions(this.tally));
   }
 
   get words() {
@@ -60,7 +56,7 @@ export class Answer {
     return `${plural(tokens, "token")} from ${plural(verifies, "verify read")}, tau ${tau.toFixed(2)}`;
   }
 
-  #tell() {
+  #count() {
     const { tally } = this;
     const rate = tally.rate === null ? "–" : tally.rate.toFixed(1);
     const fact = (name, value) => element("span", "", `${name} `, element("b", "", value));
@@ -71,6 +67,7 @@ export class Answer {
       fact("tokens", `${tally.tokens}`),
       fact("verify reads", `${tally.verifies}`),
     );
+    this.#legend.replaceChildren(...legend([...tally.by], tally.tokens));
   }
 
   #indexOf(target) {
@@ -99,15 +96,37 @@ export class Answer {
   }
 }
 
-function tokenSpan(token) {
-  const marker = MARKER.test(token.text) ? " marker" : "";
-  const parts = token.text.split(/(?=\n)/).flatMap((part) => {
-    return part.startsWith("\n") ? [element("span", "newline"), part] : [part];
-  });
-  return element("span", `token ${styleOf(token.guessed_by)}${marker}`, ...parts);
+/** Every guesser's style in words, for a page without an answer. */
+export function wholeLegend() {
+  const list = element("ul", "legend", ...legend([...Object.keys(NAMES), null].map((by) => [by])));
+  list.setAttribute("aria-label", "Legend");
+  return list;
 }
 
-function told(read) {
+/** Legend entries of [guesser, tokens], with shares where there are counts. */
+function legend(counts, all) {
+  return counts.map(([guesser, count]) => {
+    const share = all ? `: ${count} (${((100 * count) / all).toFixed(0)} %)` : "";
+    const swatch = element("span", `swatch lead ${styleOf(guesser)}`);
+    swatch.setAttribute("aria-hidden", "true");
+    return element("li", "", swatch, nameOf(guesser) + share);
+  });
+}
+
+/** The tokens of a read. The first of each guesser's in a row, and in a line, shows its shape. */
+function tokenSpans(tokens) {
+  return tokens.map((token, i) => {
+    const { guessed_by: before, text } = tokens[i - 1] ?? { text: "" };
+    const lead = token.guessed_by !== before || text.endsWith("\n") ? " lead" : "";
+    const marker = MARKER.test(token.text) ? " marker" : "";
+    const parts = token.text.split(/(?=\n)/).flatMap((part) => {
+      return part.startsWith("\n") ? [element("span", "newline"), part] : [part];
+    });
+    return element("span", `token ${styleOf(token.guessed_by)}${lead}${marker}`, ...parts);
+  });
+}
+
+function inWords(read) {
   const kept = read.tokens.filter((token) => token.guessed_by !== null).length;
   const text = read.tokens.map((token) => token.text).join("");
   return `${text}: ${plural(kept, "token")} guessed, ${read.rejected.length} rejected`;
@@ -115,31 +134,20 @@ function told(read) {
 
 function details(read, index) {
   const kept = read.tokens.filter((token) => token.guessed_by !== null);
-  const who = [...new Set([...kept, ...read.rejected].map((token) => token.guessed_by))];
+  const guessers = [...new Set([...kept, ...read.rejected].map((token) => token.guessed_by))];
   const time = read.seconds === null ? "" : `, ${(1000 * read.seconds).toFixed(2)} ms`;
   const of = read.read === "prompt" ? "The prompt's read" : `Read ${index}`;
-  const said = [`${of}: ${plural(read.tokens.length, "token")}${time}. `];
-  if (who.length) said.push(`${kept.length} guessed right by ${who.join(", ")}. `);
+  const words = [`${of}: ${plural(read.tokens.length, "token")}${time}. `];
+  if (guessers.length) words.push(`${kept.length} guessed right by ${guessers.map(nameOf).join(", ")}. `);
   if (read.rejected.length) {
     const wrong = read.rejected.map((token) => {
-      return element("del", `rejected ${styleOf(token.guessed_by)}`, shown(token.text));
+      return element("del", `rejected lead ${styleOf(token.guessed_by)}`, shown(token.text));
     });
-    said.push("Rejected: ", ...wrong);
+    words.push("Rejected: ", ...wrong);
   } else if (read.read === "verify") {
-    said.push("Nothing rejected.");
+    words.push("Nothing rejected.");
   }
-  return said;
-}
-
-function guessers(tally) {
-  const list = element("ul");
-  for (const [guesser, count] of tally.by) {
-    const share = ((100 * count) / tally.tokens).toFixed(0);
-    const name = guesser === null ? PAID : (NAMES[guesser] ?? guesser);
-    const swatch = element("span", `swatch ${styleOf(guesser)}`);
-    list.append(element("li", "", swatch, `${name}: ${count} (${share} %)`));
-  }
-  return element("section", "", element("h4", "", "Who guessed it"), list);
+  return words;
 }
 
 function positions(tally) {

@@ -1,14 +1,20 @@
 // The server's API. The key lives in this variable alone: a reload forgets it.
 let key = "";
+/** A request's parameter -> the field that sets it. */
+const FIELDS = {
+  temperature: "temperature", max_tokens: "tokens", seed: "seed", prediction: "prediction",
+  response_format: "schema", tools: "tools", messages: "prompt", prompt: "prompt",
+};
 
 export function useKey(typed) {
   key = typed.trim();
 }
 
 export class Refused extends Error {
-  constructor(status, message) {
+  /** fields: the form's elements that are at fault. */
+  constructor(status, message, fields = []) {
     super(message);
-    this.status = status;
+    [this.status, this.fields] = [status, fields];
   }
 }
 
@@ -41,13 +47,20 @@ export async function* stream(path, ask, signal) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Refused(500, chunk.error.message);
-    yield { at: performance.now(), choice: chunk.choices[0] };
+    if (chunk.choices.length) yield { at: performance.now(), choice: chunk.choices[0] };
   }
 }
 
 async function refusal(reply) {
-  const body = await reply.json().catch(() => null);
-  return new Refused(reply.status, body?.error?.message ?? `the server answered ${reply.status}`);
+  const error = (await reply.json().catch(() => null))?.error;
+  const message = error?.message ?? `the server answered ${reply.status}`;
+  return new Refused(reply.status, message, fieldsOf(reply.status, error?.param));
+}
+
+/** The form's fields behind a refusal: its parameter may go on, as `tools[0].function` does. */
+function fieldsOf(status, param) {
+  const id = status === 401 ? "key" : FIELDS[/^\w+/.exec(param ?? "")?.[0]];
+  return id ? [document.getElementById(id)] : [];
 }
 
 /** The data of server-sent events. */

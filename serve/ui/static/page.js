@@ -1,27 +1,50 @@
 // The page: a conversation, and a race.
-import { Answer, element } from "./answer.js";
+import { wholeLegend } from "./answer.js";
 import { Refused, model, stage, stream, useKey } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { announce } from "./dom.js";
+import { keep, kept } from "./kept.js";
+import { fault, fields, fill, repeats, request, system } from "./options.js";
 import { Pictures } from "./pictures.js";
 import { race } from "./race.js";
+import { Turn, apart } from "./turn.js";
 
 const $ = (id) => document.getElementById(id);
-const history = []; // the chat's messages
 let running = null; // what aborts the request under way
-let name = ""; // the model's
+let editing = null; // the turn whose message is in the composer
 const pictures = new Pictures($("pictures"), trouble);
+const conversation = new Conversation($("conversation"), $("welcome"));
+const actions = {
+  edit,
+  regenerate: (turn) => alone($("options"), (signal) => regenerate(turn, signal)),
+  results: (turn, sent) => {
+    const next = conversation.indexOf(turn) + 1;
+    alone($("options"), (signal) => exchange("chat/completions", sent, next, signal));
+  },
+};
 
+/** Show a problem, open the panels of the fields at fault and go to the first. Null: none. */
 function trouble(problem) {
   if (problem?.name === "AbortError") return;
-  const message = problem?.message ?? "";
-  $("trouble").textContent = message;
-  $("trouble").hidden = !message;
-  if (problem instanceof Refused && problem.status === 401) {
-    $("options").open = true;
-    $("key").focus();
-  }
+  document.querySelectorAll("[aria-invalid]").forEach((field) => {
+    field.removeAttribute("aria-invalid");
+    field.removeAttribute("aria-describedby");
+  });
+  $("trouble").textContent = problem?.message ?? "";
+  $("trouble").hidden = !problem;
+  const wrong = problem?.fields ?? [];
+  wrong.forEach(mark);
+  wrong[0]?.focus();
 }
 
-/** Wait for the server, and for a key where it asks for one. */
+function mark(field) {
+  field.setAttribute("aria-invalid", "true");
+  field.setAttribute("aria-describedby", "trouble");
+  const panel = field.closest("details");
+  if (panel) panel.open = true;
+}
+
+/** Wait for the server, and for a key where it needs one. */
 async function connect() {
   for (;;) {
     const { status, doing } = await stage().catch(() => ({ status: "away", doing: "no answer" }));
@@ -31,56 +54,29 @@ async function connect() {
   }
   try {
     const found = await model();
-    name = found.name;
     pictures.taken = found.sees;
     $("picture-choice").hidden = !found.sees;
-    $("model").textContent = name + (found.sees ? " (takes pictures: drop or paste one)" : "");
-    document.title = `${name} – specdec`;
+    const pictured = found.sees ? " (takes pictures: drop or paste one)" : "";
+    $("model").textContent = found.name + pictured;
+    document.title = `${found.name} – specdec`;
     trouble(null);
   } catch (problem) {
     trouble(problem);
   }
 }
 
-/** What is asked for: the route, and the request's body. */
-function wish(prompt) {
-  const value = (id) => $(id).value.trim();
-  const ask = { temperature: Number(value("temperature")), max_tokens: Number(value("tokens")) };
-  if (value("seed")) ask.seed = Number(value("seed"));
-  if ($("prediction").value) ask.prediction = { type: "content", content: $("prediction").value };
-  if (value("schema")) {
-    ask.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed(value("schema")) } };
-  }
-  if ($("mode").value === "completion") {
-    if (pictures.parts.length) throw new Refused(0, "pictures need the mode chat");
-    return ["completions", { ...ask, prompt }];
-  }
-  return ["chat/completions", { ...ask, messages: [...history, { role: "user", content: content(prompt) }] }];
-}
-
-/** A message's content: its text, behind its pictures. */
-function content(prompt) {
-  const parts = pictures.parts;
-  return parts.length ? [...parts, { type: "text", text: prompt }] : prompt;
-}
-
-function parsed(schema) {
-  try {
-    return JSON.parse(schema);
-  } catch (problem) {
-    throw new Refused(0, `the schema is no JSON: ${problem.message}`);
-  }
-}
-
-/** Do one thing at a time, which Stop ends. */
-async function alone(work) {
+/** Do one thing at a time, which Stop ends, where the fields within an element are valid. */
+async function alone(within, work) {
   if (running) return;
   trouble(null);
+  const wrong = fault(within);
+  if (wrong) return trouble(wrong);
   running = new AbortController();
   busy(true);
   try {
-    $("announce").textContent = (await work(running.signal)) ?? "";
+    announce((await work(running.signal)) ?? "");
   } catch (problem) {
+    if (problem.name === "AbortError") announce("Stopped");
     trouble(problem);
   } finally {
     running = null;
@@ -88,36 +84,92 @@ async function alone(work) {
   }
 }
 
+/** While a request is under way Stop is there, and what would send another one is not. */
 function busy(is) {
-  for (const id of ["send", "run-race", "new"]) $(id).disabled = is;
+  const from = document.activeElement;
   $("stop").hidden = !is;
+  document.querySelectorAll("[data-idle]").forEach((control) => (control.disabled = is));
+  if (is && from.matches("[data-idle]")) $("stop").focus();
+  else if (!is && !from.getClientRects().length) $("prompt").focus();
+}
+
+/** The route and the new messages that the composer stands for. */
+function composed() {
+  const text = $("prompt").value;
+  const path = $("mode").value === "completion" ? "completions" : "chat/completions";
+  if (pictures.parts.length && path === "completions") {
+    throw new Refused(0, "Pictures need the mode chat.", [$("mode")]);
+  }
+  const content = pictures.parts.length ? [...pictures.parts, { type: "text", text }] : text;
+  return [path, [{ role: "user", content }]];
+}
+
+/** A request's body: the options, and either a prompt or all messages up to the new ones. */
+function body(path, sent, index) {
+  if (path === "completions") return { ...request(path), prompt: sent[0].content };
+  return { ...request(path), messages: [...system(), ...conversation.before(index), ...sent] };
+}
+
+/** Send messages as the turn of this index. The turns there come back where nothing is answered. */
+async function exchange(path, sent, index, signal, begun = () => {}) {
+  const ask = body(path, sent, index);
+  const turn = new Turn(path, sent, actions);
+  const replaced = conversation.replace(index, [turn]);
+  $("race").hidden = true; // it would stand below the answer, and keep that from view
+  turn.box.scrollIntoView({ block: "nearest" });
+  try {
+    for await (const { at, choice } of stream(path, ask, signal)) {
+      if (turn.empty) begun();
+      follow(() => turn.take(choice, at));
+    }
+  } catch (problem) {
+    turn.note = problem.name === "AbortError" ? "Stopped." : `Broken off: ${problem.message}`;
+    throw problem;
+  } finally {
+    follow(() => turn.finish());
+    if (turn.empty) conversation.replace(index, replaced);
+    save();
+  }
+  const calls = turn.calls.map((call) => ` Call of ${call.function.name}.`).join("");
+  return `Answer complete: ${turn.answer.words}. ${turn.text}${calls}`;
 }
 
 async function send(signal) {
-  const prompt = $("prompt").value;
-  const [path, ask] = wish(prompt);
-  if (!$("speculate").checked) ask.speculative = { enabled: false };
-  const answer = new Answer();
-  const box = element("article", "answer", element("h3", "unseen", "Answer"), answer.root);
-  $("welcome").hidden = true;
-  const said = content(prompt);
-  $("conversation").append(element("article", "user", ...pictures.shown, prompt), box);
-  box.scrollIntoView();
-  let text = "";
-  try {
-    for await (const { at, choice } of stream(path, ask, signal)) {
-      text += choice?.delta?.content ?? choice?.text ?? "";
-      follow(() => (choice?.speculation ?? []).forEach((read) => answer.add(read, at)));
-    }
-  } finally {
-    follow(() => answer.finish());
-    if (path === "chat/completions" && text) {
-      history.push({ role: "user", content: said }, { role: "assistant", content: text });
-      pictures.clear();
-    }
+  const [path, sent] = composed();
+  const index = editing ? conversation.indexOf(editing) : conversation.length;
+  return exchange(path, sent, index, signal, clear);
+}
+
+async function regenerate(turn, signal) {
+  const { path, sent } = turn;
+  const words = await exchange(path, sent, conversation.indexOf(turn), signal);
+  if (repeats()) {
+    $("hint").textContent = "Temperature 0 or a seed: the answer is the same each time.";
   }
+  return words;
+}
+
+/** Put a message back into the composer; Send then replaces it and all after it. */
+function edit(turn) {
+  const { text, pictures: parts } = apart(turn.sent[0].content);
+  clear();
+  editing = turn;
+  conversation.mark(conversation.indexOf(turn));
+  $("editing").hidden = false;
+  $("mode").value = turn.path === "completions" ? "completion" : "chat";
+  $("prompt").value = text;
+  pictures.set(parts);
+  $("prompt").focus();
+}
+
+/** Empty the composer. */
+function clear() {
+  editing = null;
+  conversation.mark(Infinity);
+  $("editing").hidden = true;
+  $("hint").textContent = "";
   $("prompt").value = "";
-  return `Answer complete: ${answer.words}. ${text}`;
+  pictures.set();
 }
 
 /** Let the page grow, and stay at its end if that is where the reader is. */
@@ -128,18 +180,35 @@ function follow(grow) {
   if (atEnd) main.scrollTop = main.scrollHeight;
 }
 
+function save() {
+  if (keep(fields(), conversation.kept)) return;
+  $("hint").textContent = "Too large to keep: a reload brings back an earlier state.";
+}
+
+function restore() {
+  const found = kept();
+  fill(found.fields);
+  conversation.replace(0, found.turns.map((turn) => Turn.from(turn, actions)));
+  const main = document.querySelector("main");
+  main.scrollTop = main.scrollHeight;
+}
+
 function startAnew() {
-  history.length = 0;
-  pictures.clear();
-  $("conversation").replaceChildren($("welcome"));
-  $("welcome").hidden = false;
+  clear();
+  conversation.replace(0, []);
   $("race").hidden = true;
+  trouble(null);
+  save();
   $("prompt").focus();
+}
+
+function show() {
+  document.body.dataset.view = $("view").value;
 }
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  alone(send);
+  alone($("ask"), send);
 });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -147,7 +216,10 @@ $("prompt").addEventListener("keydown", (event) => {
   $("ask").requestSubmit();
 });
 $("run-race").addEventListener("click", () => {
-  if ($("ask").reportValidity()) alone((signal) => race(...wish($("prompt").value), signal));
+  alone($("ask"), (signal) => {
+    const [path, sent] = composed();
+    return race(path, body(path, sent, conversation.length), signal);
+  });
 });
 $("picture").addEventListener("change", async () => {
   await pictures.add($("picture").files);
@@ -163,10 +235,22 @@ document.addEventListener("drop", (event) => {
   event.preventDefault();
   pictures.add(event.dataTransfer.files);
 });
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !event.isComposing) running?.abort();
+});
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", startAnew);
+$("leave-edit").addEventListener("click", () => {
+  clear();
+  $("prompt").focus();
+});
+$("view").addEventListener("change", show);
 $("key").addEventListener("change", () => {
   useKey($("key").value);
   connect();
 });
+window.addEventListener("pagehide", save); // an answer under way is kept as far as it came
+$("welcome").append(wholeLegend());
+restore();
+show();
 connect();

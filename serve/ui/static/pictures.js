@@ -1,5 +1,5 @@
 // Pictures for the next message: dropped, pasted or chosen.
-import { element } from "./answer.js";
+import { element } from "./dom.js";
 
 const KINDS = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
@@ -37,12 +37,9 @@ export class Pictures {
     return this.#all.map(({ url }) => ({ type: "image_url", image_url: { url } }));
   }
 
-  get shown() {
-    return this.#all.map(({ name, url }) => thumbnail(url, name));
-  }
-
-  clear() {
-    this.#all = [];
+  /** Those of an earlier message in place of what is here; without parts, none. */
+  set(parts = []) {
+    this.#all = parts.map((part) => ({ name: "picture", url: part.image_url.url }));
     this.#show();
   }
 

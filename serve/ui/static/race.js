@@ -1,9 +1,11 @@
 // One request with and without speculation, one after the other; then both again on one clock.
-import { Answer, element } from "./answer.js";
+import { Answer } from "./answer.js";
 import { stream } from "./api.js";
+import { element } from "./dom.js";
 import { sha256 } from "./sha256.js";
 
 const $ = (id) => document.getElementById(id);
+const reads = (count) => `${count} read${count === 1 ? "" : "s"}`;
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 
 /** Run both and show them. Neither may reuse the other's prompt, and both have one seed. */
@@ -11,6 +13,7 @@ export async function race(path, ask, signal) {
   const fair = { seed: Math.floor(Math.random() * 2 ** 31), ...ask, cache_prompt: false };
   const lanes = [...$("race").querySelectorAll(".lanes > section")].map((box) => new Lane(box));
   $("race").hidden = false;
+  $("race-state").textContent = "";
   $("race").scrollIntoView();
   for (const [i, enabled] of [true, false].entries()) {
     const how = enabled ? "with" : "without";
@@ -50,6 +53,11 @@ class Lane {
     return this.frames.at(-1)?.at ?? 0;
   }
 
+  /** Reads of the target's weights behind the prompt's: one a verify. */
+  get reads() {
+    return this.answer.tally.verifies;
+  }
+
   get digest() {
     return sha256(this.frames.flatMap((frame) => frame.read.tokens.map((t) => t.id)).join(","));
   }
@@ -60,7 +68,7 @@ class Lane {
       const { at, read } = this.frames[this.#shown++];
       this.answer.add(read, at);
     }
-    this.clock.textContent = seconds(Math.min(time, this.end));
+    this.clock.textContent = `${reads(this.reads)} · ${seconds(Math.min(time, this.end))}`;
     return this.#shown === this.frames.length;
   }
 
@@ -85,12 +93,18 @@ async function replay(lanes, signal) {
   $("race").scrollIntoView();
 }
 
+/** The headline is the reads: they are the same on any machine. The time is this machine's. */
 function verdict([on, off]) {
   const equal = on.digest === off.digest;
-  const said = equal
+  const words = equal
     ? "The digests are equal: the same tokens, one by one."
     : "The digests DIFFER. This should be impossible: please report it.";
-  const ratio = (off.end / on.end).toFixed(2);
-  const faster = `${ratio} times the speed (${seconds(on.end)} against ${seconds(off.end)}). `;
-  $("race-state").replaceChildren(faster, element("span", equal ? "equal" : "differ", said));
+  const fewer = on.reads ? `${(off.reads / on.reads).toFixed(2)} times fewer` : "No";
+  const counts = `${on.reads} against ${off.reads}`;
+  const faster = `${(off.end / on.end).toFixed(2)} times the speed`;
+  $("race-state").replaceChildren(
+    element("strong", "headline", `${fewer} reads of the target's weights: ${counts}`),
+    element("span", "beside", `Time: ${faster} (${seconds(on.end)} against ${seconds(off.end)})`),
+    element("span", equal ? "equal" : "differ", words),
+  );
 }

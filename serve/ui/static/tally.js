@@ -5,16 +5,22 @@ export const NAMES = {
   suffix: "suffix lookup",
   assistant: "assistant",
   eagle3: "draft head (eagle3)",
+  dflash: "block drafter (dflash)",
   model: "draft model",
   grammar: "grammar",
   prediction: "prediction",
 };
 export const PAID = "paid: a read each";
 
-/** The style class of who guessed a token; null: nobody. */
+/** The style class of a token's guesser; null: no guess. */
 export function styleOf(guesser) {
   if (guesser === null) return "by-nobody";
   return guesser in NAMES ? `by-${guesser}` : "by-other";
+}
+
+/** A guesser's name in words. */
+export function nameOf(guesser) {
+  return guesser === null ? PAID : (NAMES[guesser] ?? guesser);
 }
 
 export class Tally {
@@ -50,7 +56,7 @@ export class Tally {
     return this.verifies ? (this.tokens - 1) / this.verifies : 1;
   }
 
-  /** Tokens per second after the first; null where nothing can be said. */
+  /** Tokens per second after the first; null where there is no second one. */
   get rate() {
     return this.tokens > 1 && this.last > this.first
       ? (1000 * (this.tokens - 1)) / (this.last - this.first)

@@ -48,6 +48,12 @@ def test_a_receipt_is_read_as_it_was_written(receipt):
     assert len(again.chosen_logprobs()) == len(again.answer.ids) == 9
 
 
+def test_the_older_format_is_read(receipt):
+    document = receipt.to_json() | {"format": "specdec-receipt/1"}
+    del document["commitments"]
+    assert read_receipt(text_of(document)).answer == receipt.answer
+
+
 HOSTILE = {
     "id -1": (("answer", "ids", 0), -1),
     "id 2^31": (("answer", "ids", 0), 2**31),
@@ -66,8 +72,12 @@ HOSTILE = {
     "seed with a sign": (("seed",), "-1"),
     "recite": (("constraint",), {"recite": [1, 2, 3]}),
     "an unknown key": (("answer", "bonus"), 1),
-    "an unknown part": (("commitments",), {}),
-    "another format": (("format",), "specdec-receipt/2"),
+    "an unknown part": (("bonus",), {}),
+    "another format": (("format",), "specdec-receipt/3"),
+    "commitments in the older format": (("format",), "specdec-receipt/1"),
+    "too few commitments": (("commitments", "logits"), []),
+    "commitments of other blocks": (("commitments", "block"), 16),
+    "commitments without log-probabilities": (("logprobs",), None),
     "a list for an object": (("limits",), []),
     "cancelled": (("answer", "finish"), "cancelled"),
     "a text so far": (("answer", "finish"), None),

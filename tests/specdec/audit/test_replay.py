@@ -151,6 +151,17 @@ def test_text_and_log_probabilities_are_compared(honest):
     assert (verdict.kind, verdict.at) == ("log-probability differs", 5)
 
 
+def test_a_commitment_is_compared_block_by_block():
+    r = next(r for r in made(tokens=80) if len(r.answer.ids) == 80)
+    assert r.commitments is not None and len(r.commitments.logits) == 3
+    digests = [*r.commitments.logits[:1], "0" * 16, *r.commitments.logits[2:]]
+    part = r.commitments.model_copy(update={"logits": tuple(digests)})
+    true, false = judged(r, r.model_copy(update={"commitments": part}))
+    assert true.kind == "verified"
+    assert (false.kind, false.at) == ("commitment differs", 1) and false.false
+    assert "ids from 32 on" in str(false)
+
+
 @pytest.mark.parametrize(
     ("rule", "value"),
     [

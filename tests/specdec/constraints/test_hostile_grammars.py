@@ -68,6 +68,14 @@ def test_a_schema_that_would_end_the_process(name):
     assert json_grammar({"type": "integer"})  # the next one is none the worse
 
 
+def test_memory_ends_a_trial_before_its_time_and_large_schemas_have_enough():
+    with pytest.raises(UserError, match="too large"):
+        json_grammar({"type": "integer", "multipleOf": 9_999_991})
+    names = [f"property{number}" for number in range(4000)]
+    properties = {name: {"type": "string"} for name in names}
+    assert json_grammar({"type": "object", "properties": properties, "required": names})
+
+
 @pytest.mark.parametrize("kind", ["rule", "TERMINAL"])
 def test_a_lark_grammar_that_would_end_the_process(kind):
     rows = "".join(f"{kind}{i}: {kind}{i + 1}\n" for i in range(50_000))

@@ -101,3 +101,13 @@ def test_greedy_and_logprobs_equal_jax():
     assert (ours.top_ids == np.asarray(theirs.top_ids)).all()
     for name in ("chosen", "top_logprobs"):
         assert np.abs(getattr(ours, name) - np.asarray(getattr(theirs, name))).max() < 1e-5
+    assert (ours.checksums == np.asarray(theirs.checksums)).all()
+
+
+@pytest.mark.parametrize("word", [0, 1, VOCAB - 1])
+def test_the_last_bit_of_any_logit_changes_both_checksums(word):
+    logits = torch.randn((1, 1, VOCAB), generator=torch.Generator().manual_seed(word))
+    chosen = torch.zeros((1, 1), dtype=torch.int32)
+    before = sampling.logprobs(logits, chosen).checksums
+    logits.view(torch.int32)[0, 0, word] ^= 1
+    assert (sampling.logprobs(logits, chosen).checksums != before).all()
