@@ -89,9 +89,9 @@ class Rank:
 
 def refuse_ranks(arch: Arch, count: int, kv_dtype: str) -> None:
     """Raises UserError for a model that so many cards can't share. With a bfloat16 cache 12B, which
-    has one K/V head on all cards, made other tokens in one of ten runs on two H200s; the cause is
-    not known (docs/decisions/031). What was compared without a difference is a cache in FP8, each
-    K/V head on one card."""
+    has one K/V head on all cards, had other bits in 5 of 40 random rounds on two H200s; the cause
+    is not known (docs/decisions/031). What was compared without a difference is a cache in FP8,
+    each K/V head on one card."""
     if count not in RANKS:
         raise UserError(f"--tp must be 1, {', '.join(map(str, RANKS))} on GPUs, got {count}")
     if arch.moe or arch.per_layer_input:
