@@ -122,6 +122,7 @@ class Generation:
             sum(map(len, plan_.prompts)),
             drafted=zeros,
             accepted=zeros.copy(),
+            emitted=zeros.copy(),
             cycles=zeros.copy(),
             passes=[None] * len(texts),
             speculative=_speculative(context, plan_),
@@ -216,7 +217,8 @@ class Generation:
         self.usage.reasoning_tokens += text.output.reasoning_tokens - thought
         metrics.generated(text.token_count - before)
         self.usage.drafted[index], self.usage.accepted[index] = update.drafted, update.accepted
-        self.usage.cycles[index], self.usage.passes[index] = update.cycles, update.passes
+        self.usage.cycles[index], self.usage.emitted[index] = update.cycles, update.emitted
+        self.usage.passes[index] = update.passes
         if self.request.include_receipt:
             piece = self._with_receipt(index, piece, update)
         if piece.finish is not None:

@@ -39,6 +39,7 @@ class Update:
     """Draft tokens of this sequence so far. A copy, because the engine's counters change."""
     accepted: int = 0
     cycles: int = 0
+    emitted: int = 0
     passes: Passes | None = None
     """Its verify passes so far."""
     shutting_down: bool = False
@@ -219,6 +220,7 @@ def _update(index: int, event: Event, k: int) -> Update:
         drafted=counts.drafted,
         accepted=counts.accepted,
         cycles=counts.cycles,
+        emitted=counts.emitted,
         passes=counts.passes(k),
         report=event.report,
     )

@@ -21,6 +21,7 @@ class Usage:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
     passes: list[Passes | None] = field(default_factory=list)
     """Of each choice; None before its first token."""
     finish_reasons: list[str] = field(default_factory=list)
@@ -48,8 +49,8 @@ class Usage:
 
     @property
     def tau(self) -> float:
-        """Tokens per verify pass."""
-        return 1 + sum(self.accepted) / sum(self.cycles) if sum(self.cycles) else 1.0
+        """Tokens that verify passes emitted per pass, as `Acceptance.tau`."""
+        return sum(self.emitted) / sum(self.cycles) if sum(self.cycles) else 1.0
 
     def metrics(self) -> dict[str, object]:
         """Counts of speculative decoding, for the reply's `metrics`: our names, then vLLM's, which

@@ -131,7 +131,7 @@ COMMANDS = {
         "specdec doctor --model ./gemma-4-E4B-it --slots 8",
     ),
 }
-SHORT_HELP = {"generate", "chat", "serve"}
+SHORT_HELP = "generate", "chat", "serve"
 """Commands of which `--help` shows the common options; `--help-all` has the rest."""
 for _name, (_where, _what, _example) in COMMANDS.items():
     app.command(f"specdec.cli.{_where}", name=_name, help=f"{_what}\n\nExample:  {_example}")

@@ -18,15 +18,17 @@ from specdec.llm import LLM
 from specdec.llm_types import Chunk, SamplingParams
 
 HELP = """\
-/drafter NAME   draft with it from now on; without NAME, the names
-/k N            most draft tokens per cycle
+/drafter NAME   draft with it from now on; without NAME, which one does, and all names
+/k N            most draft tokens per cycle; without N, how many now
 /seed N         another answer: the same seed gives the same one
 /retry          answer the last message again
 /undo           forget the last message and its answer
 /new            begin anew
 /system TEXT    how the model is to answer; begins anew
 /help           this list
-/exit           leave, as Ctrl-D does; Ctrl-C ends an answer"""
+/exit           leave, as /quit and Ctrl-D do; Ctrl-C ends an answer"""
+ENDS = "/exit", "/quit"
+"""What ends a conversation."""
 
 
 @dataclass
@@ -125,7 +127,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, until its end or /exit."""
+    """What is typed, until its end or one of ENDS."""
     shown = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -135,7 +137,7 @@ def _lines() -> Iterator[str]:
         except KeyboardInterrupt:
             console.print()
             continue
-        if line == "/exit":
+        if line in ENDS:
             return
         if line:
             yield line
@@ -170,19 +172,19 @@ def _show(chunks: Generator[Chunk]) -> None:
 
 
 def _drafter(talk: Talk, name: str) -> None:
-    if not name:
-        console.print(f"drafters: {', '.join(talk.drafters)}", markup=False)
-        return
-    if name not in talk.drafters:
+    if name and name not in talk.drafters:
         raise UserError(f"no drafter {name!r} is loaded: there are {', '.join(talk.drafters)}")
-    talk.drafter = name
+    talk.drafter = name or talk.drafter
+    now = talk.drafter or talk.llm.speculation.drafter
+    console.print(f"drafter {now}, of {', '.join(talk.drafters)}", markup=False)
 
 
 def _k(talk: Talk, number: str) -> None:
     most = talk.llm.speculation.k
-    if not number.isdecimal() or int(number) > most:
+    if number and (not number.isdecimal() or int(number) > most):
         raise UserError(f"/k takes a number from 0 to {most}, as loaded (--k)")
-    talk.k = int(number)
+    talk.k = int(number) if number else talk.k
+    console.print(f"K = {most if talk.k is None else talk.k}, of at most {most}", markup=False)
 
 
 def _seed(talk: Talk, number: str) -> None:

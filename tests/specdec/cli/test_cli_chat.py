@@ -25,14 +25,17 @@ def typed(capsys, monkeypatch, *lines: str) -> tuple[str, str]:
 def test_a_conversation(capsys, monkeypatch):
     """Whoever guesses, a repeated answer is the same; mistakes cost a line and nothing else."""
     lines = [ASKED, "/drafter none", "/retry", "/drafter", "/drafter ngram", "/k 1", "/retry"]
-    lines += ["/k 9", "/nothing", "/drafter eagle3", "/undo", "/retry", "/help", "/exit", "never"]
+    lines += ["/k", "/k 9", "/nothing", "/drafter eagle3", "/undo", "/retry", "/help", "/quit"]
+    lines += ["never"]
     out, err = typed(capsys, monkeypatch, *lines)
     answers = out.split("\n\n") if "\n\n" in out else [out]
     third = len(out) // 3
     assert out == out[:third] * 3 and answers, out
     assert err.count("12 tokens, ") == 3 and "12 tokens, 0 of them guessed, tau 1.00" in err
     for words in (
-        "drafters: ngram, none",
+        "drafter none, of ngram, none",
+        "drafter ngram, of ngram, none",
+        "K = 1, of at most 4",
         "/k takes a number from 0 to 4",
         "no command /nothing: /help lists them",
         "no drafter 'eagle3' is loaded: there are ngram, none",
