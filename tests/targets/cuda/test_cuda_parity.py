@@ -151,7 +151,7 @@ def test_a_first_call_says_what_calls_of_eight_say(tiny, variant):
 @pytest.mark.parametrize("variant", ["31b", "26b-a4b", "e4b"])
 def test_rows_end_where_nothing_is_stored_any_more(tiny, variant):
     """The library's path: a chunk of which no layer is recorded says what one says of which all
-    are, and its K/V are the same."""
+    are, and its K/V are the same. Checksums tell what tolerances forgive: they are not compared."""
     text = np.random.default_rng(8).integers(0, VOCAB, 150).tolist()
     made = []
     for features in ((), tuple(range(len(read_arch(tiny[variant]).layers)))):
@@ -159,7 +159,7 @@ def test_rows_end_where_nothing_is_stored_any_more(tiny, variant):
         target = load_target(tiny[variant], options)
         seq = Sequence(text, Sampling(logprobs=3), slot=0)
         step = [target.prefill(seq, *cut) for cut in ((0, 100), (100, 150))][-1]
-        made.append((step.chosen, astuple(step.logprobs), target.cache.layers))
+        made.append((step.chosen, astuple(step.logprobs)[:-1], target.cache.layers))
     (chosen, logprobs, layers), (other, logprobs_too, layers_too) = made
     assert chosen == other
     assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(logprobs, logprobs_too, strict=True))
