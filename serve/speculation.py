@@ -16,9 +16,9 @@ def speculative_of(request: GenerationRequest, drafting: DraftSetup) -> Speculat
     wish = request.speculative
     if wish is None:
         return None
-    loaded = (drafting.drafter, *drafting.parts)
-    if wish.drafter is not None and wish.drafter not in (*loaded, NOBODY):
-        message = f"the drafter {wish.drafter!r} is not loaded: this server has {', '.join(loaded)}"
+    if wish.drafter is not None and wish.drafter not in (*drafting.names, NOBODY):
+        loaded = ", ".join(drafting.names)
+        message = f"the drafter {wish.drafter!r} is not loaded: this server has {loaded}"
         raise ApiError(400, message, param="speculative.drafter")
     if wish.k is not None and wish.k > drafting.k:
         message = f"this server drafts at most {drafting.k} tokens per cycle, not {wish.k}"

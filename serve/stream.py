@@ -77,6 +77,11 @@ class Call:
     """A JSON object; its beginning where the answer was cut."""
 
 
+def text_of(parts: Iterable[Part]) -> str:
+    """The text beside thoughts and calls."""
+    return "".join(part.text for part in parts if isinstance(part, Content))
+
+
 def calls_of(parts: Iterable[Part]) -> list[Call]:
     """The calls of a whole answer."""
     calls: list[Call] = []
@@ -216,7 +221,7 @@ class Piece:
     @property
     def text(self) -> str:
         """The text of its content parts."""
-        return "".join(part.text for part in self.parts if isinstance(part, Content))
+        return text_of(self.parts)
 
 
 class ChoiceText:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from serve.chat_schema import ChatRequest, NamedTool
 from serve.errors import ApiError
@@ -19,6 +20,7 @@ from specdec.core.errors import UserError
 from targets.tokenizer import bad_word_ids
 
 log = logging.getLogger("specdec.serve")
+Made = TypeVar("Made")
 
 THOUGHT = ("<|channel>", "<channel|>")
 TURN = "<|turn>"
@@ -49,6 +51,25 @@ def rules_for(
         stop_ids=stops,
         budget=_budget(request, tokenizer, thinking),
     )
+
+
+def with_free_arguments(
+    make: Callable[[TextRules], Made],
+    request: ChatRequest | CompletionRequest,
+    tokenizer: ServedTokenizer,
+    thinking: Thinking,
+) -> Made:
+    """What `make` makes of `rules_for`. If it can't compile the schemas of calls that need not be
+    strict, these calls' arguments are left free. Raises ApiError 400, and UserError by `make`."""
+    rules = rules_for(request, tokenizer, thinking)
+    try:
+        return make(rules)
+    except UserError as problem:
+        free = rules_for(request, tokenizer, thinking, eager=False)
+        if free == rules:
+            raise
+        log.info("arguments stay free: %s", problem)
+        return make(free)
 
 
 def thinking_at(

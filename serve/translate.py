@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass, replace
@@ -14,8 +13,8 @@ from serve.reuse import reuse_of
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from serve.speculation import speculative_of
-from serve.structure import Thinking, rules_for, thinking_at
-from specdec.constraints.constraint import TextConstraint, TextRules
+from serve.structure import Thinking, thinking_at, with_free_arguments
+from specdec.constraints.constraint import TextRules, constraint_of
 from specdec.constraints.recite import Recite
 from specdec.constraints.trial import Untried, remembered_only
 from specdec.constraints.vocabulary import Vocabulary
@@ -25,8 +24,6 @@ from specdec.core.pictures import PlacedPicture
 from specdec.core.prediction import Prediction
 from specdec.core.types import Constraint, Sampling, Sequence
 from targets.vision.prompt import PicturePrompt
-
-log = logging.getLogger("specdec.serve")
 
 SEED_BITS = 53
 """Of a seed that is drawn here: readers of JSON lose larger integers, and a client may send it
@@ -149,24 +146,13 @@ def _constraints(
     vocabulary: Vocabulary,
     count: int,
 ) -> list[Constraint | None]:
-    """One constraint per choice. If llguidance can't compile the schemas of calls that need not be
-    strict, these calls' arguments are left free."""
-    rules = rules_for(request, tokenizer, thinking)
-    try:
-        return [_constraint(rules, vocabulary) for _ in range(count)]
-    except ApiError as problem:
-        free = rules_for(request, tokenizer, thinking, eager=False)
-        if free == rules:
-            raise
-        log.info("arguments stay free: %s", problem.message)
-        return [_constraint(free, vocabulary) for _ in range(count)]
+    """One constraint per choice."""
 
+    def made(rules: TextRules) -> list[Constraint | None]:
+        return [constraint_of(rules, vocabulary) for _ in range(count)]
 
-def _constraint(rules: TextRules, vocabulary: Vocabulary) -> Constraint | None:
-    if rules.empty:
-        return None
     try:
-        return TextConstraint(rules, vocabulary)
+        return with_free_arguments(made, request, tokenizer, thinking)
     except UserError as problem:
         raise ApiError(400, str(problem)) from None
 

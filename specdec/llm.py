@@ -27,11 +27,11 @@ from serve.cycle_reports import ChoiceReports, Speculating
 from serve.runner import EngineRunner, Update
 from serve.stream import (
     ChoiceText,
-    Content,
     Part,
     Piece,
     Reasoning,
     calls_of,
+    text_of,
     with_unopened_thoughts,
 )
 from specdec.assembly.engine import NO_REUSE, make_engine, require_exact
@@ -82,8 +82,7 @@ class LLM:
     @property
     def drafters(self) -> tuple[str, ...]:
         """What a request may name as its `drafter`, beside none."""
-        drafting = self._runner.engine.drafting
-        return (drafting.drafter, *drafting.parts)
+        return self._runner.engine.drafting.names
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
@@ -322,9 +321,9 @@ def configured(
 def _taken_apart(parts: Seqs[Part]) -> tuple[str, str, list[ToolCall]]:
     """A whole answer's text, thought and calls."""
     whole = list(with_unopened_thoughts(parts))
-    text = "".join(part.text for part in whole if isinstance(part, Content))
     thought = "".join(part.text for part in whole if isinstance(part, Reasoning))
-    return text, thought, [ToolCall(call.id, call.name, call.arguments) for call in calls_of(whole)]
+    calls = [ToolCall(call.id, call.name, call.arguments) for call in calls_of(whole)]
+    return text_of(whole), thought, calls
 
 
 def _first(count: int, update: Update) -> Update:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seqs
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,9 +13,9 @@ from pydantic import ValidationError
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.outputs import output_part
-from serve.structure import Thinking, rules_for, thinking_at
+from serve.structure import Thinking, thinking_at, with_free_arguments
 from specdec.audit.receipt import OutputPart, sentence_of
-from specdec.constraints.constraint import TextConstraint, TextRules
+from specdec.constraints.constraint import TextConstraint, constraint_of
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.errors import UserError
 from specdec.llm_types import Conversation, SamplingParams
@@ -57,18 +58,10 @@ class Chat:
         """What binds the answer: its structure, its calls and words. As on the server, arguments
         stay free where a call need not be strict and its schema can't be enforced. Raises
         UserError."""
-        rules = self._rules(tokenizer, prompt)
+        make = partial(constraint_of, vocabulary=vocabulary)
+        thinking = self._thinking(tokenizer, prompt)
         try:
-            return None if rules.empty else TextConstraint(rules, vocabulary)
-        except UserError:
-            free = self._rules(tokenizer, prompt, eager=False)
-            if free == rules:
-                raise
-        return None if free.empty else TextConstraint(free, vocabulary)
-
-    def _rules(self, tokenizer: Tokenizer, prompt: list[int], eager: bool = True) -> TextRules:
-        try:
-            return rules_for(self._request, tokenizer, self._thinking(tokenizer, prompt), eager)
+            return with_free_arguments(make, self._request, tokenizer, thinking)
         except ApiError as problem:
             raise UserError(problem.message) from None
 

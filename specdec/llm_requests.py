@@ -11,7 +11,7 @@ from serve.stream import Output
 from specdec.assembly.model import Model
 from specdec.audit.making import PLAIN as ALL_TEXT
 from specdec.audit.receipt import OutputPart
-from specdec.constraints.constraint import TextConstraint, TextRules
+from specdec.constraints.constraint import TextConstraint, TextRules, constraint_of
 from specdec.constraints.grammar import composed
 from specdec.constraints.vocabulary import Vocabulary
 from specdec.core.engine import DraftSetup
@@ -117,7 +117,7 @@ class Requests:
             min_tokens=params.min_tokens,
             stop_ids=(*self._model.tokenizer.stop_ids, *params.stop_token_ids),
         )
-        return None if rules.empty else TextConstraint(rules, self._vocabulary)
+        return constraint_of(rules, self._vocabulary)
 
     def _known(self, allowed: Seqs[int] | None) -> tuple[int, ...] | None:
         if allowed is None:
@@ -131,9 +131,9 @@ class Requests:
         if params.drafter is None and params.k is None:
             return None
         drafting, name, k = self._drafting, params.drafter, params.k
-        loaded = (drafting.drafter, *drafting.parts)
-        if name is not None and name not in (*loaded, PLAIN):
-            raise UserError(f"the drafter {name!r} is not loaded: there are {', '.join(loaded)}")
+        if name is not None and name not in (*drafting.names, PLAIN):
+            loaded = ", ".join(drafting.names)
+            raise UserError(f"the drafter {name!r} is not loaded: there are {loaded}")
         if k is not None and not 0 <= k <= drafting.k:
             raise UserError(f"k is 0 to {drafting.k}, as loaded, not {k}")
         return Speculative(name, 0 if name == PLAIN else k)

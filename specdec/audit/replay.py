@@ -16,7 +16,7 @@ from drafters.none.host import NoDrafter
 from serve.outputs import output_of
 from serve.runner import Update
 from serve.served_tokenizer import ServedTokenizer
-from serve.stream import ChoiceText, Content, Part, with_unopened_thoughts
+from serve.stream import ChoiceText, Part, text_of, with_unopened_thoughts
 from specdec.audit.receipt import Receipt, commitments_of
 from specdec.audit.verdict import GOES_ON, Chosen, Verdict, conditions_of
 from specdec.constraints.constraint import unpacked
@@ -168,7 +168,7 @@ class Replay:
         if (end := _false_end(row)) is not None:
             return end
         finish = row.receipt.answer.finish
-        if row.receipt.answer.text not in (None, _text(row.parts)):
+        if row.receipt.answer.text not in (None, text_of(with_unopened_thoughts(row.parts))):
             return Verdict("text differs")
         false = _false_logprob(row) or _false_commitment(row)
         return false or Verdict("verified", claimed=finish)
@@ -280,11 +280,6 @@ def _false_commitment(row: Row) -> Verdict | None:
     if at is None:
         return None
     return Verdict("commitment differs", at=at, claimed=claimed[at], right=right[at])
-
-
-def _text(parts: Seqs[Part]) -> str:
-    whole = with_unopened_thoughts(parts)
-    return "".join(part.text for part in whole if isinstance(part, Content))
 
 
 def _last_logprob(event: Event, token: int) -> float | None:

@@ -184,6 +184,11 @@ def _others(rules: TextRules) -> list[Rule]:
     return found
 
 
+def constraint_of(rules: TextRules, vocabulary: Vocabulary) -> TextConstraint | None:
+    """None where nothing is bound. Raises UserError for what can't be enforced."""
+    return None if rules.empty else TextConstraint(rules, vocabulary)
+
+
 def unpacked(packed: dict[str, Any], vocabulary: Vocabulary) -> Constraint:
     """What a constraint's `packed` gave."""
     if "recite" in packed:

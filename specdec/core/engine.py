@@ -43,6 +43,11 @@ class DraftSetup:
     policy: Policy | None = None
     """The policy that chooses among these; None for a single drafter."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may name, beside none."""
+        return (self.drafter, *self.parts)
+
 
 class Engine:
     """Continuous batching over the target's slots.

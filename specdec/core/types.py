@@ -4,7 +4,7 @@ writer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seqs
+from collections.abc import Callable, Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -260,6 +260,11 @@ class LogprobRows:
     top_ids: Array
     top_logprobs: Array
     checksums: Array
+
+    def each(self, function: Callable[[Array], Array]) -> LogprobRows:
+        """function of every array."""
+        parts = self.chosen, self.top_ids, self.top_logprobs, self.checksums
+        return LogprobRows(*map(function, parts))
 
 
 @dataclass(frozen=True)

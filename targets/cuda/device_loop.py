@@ -37,7 +37,6 @@ from targets.cuda.guides import ForcedPrefixDrafter, Guides
 from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.sampler import CycleRecord, CycleResult, HostRecords
-from targets.cuda.sampling import each_part
 from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
 from targets.cuda.target import CudaTarget, Masks, logprobs_wanted, sampler_needed
 from targets.cuda.upload import page_locked
@@ -371,7 +370,7 @@ def _masks_after(cut: Callable[[], None], guides: Guides) -> torch.Tensor:
 
 def _launched(seqs: tuple[Sequence, ...], tape: Tape, words: torch.Tensor) -> Launched:
     """The cycle of the graph that was replayed last. words: its record."""
-    details = tape.details and each_part(_to_host, tape.details)
+    details = tape.details and tape.details.each(_to_host)
     done = torch.cuda.Event()
     done.record()
     return Launched(seqs, words, tape.proposal, details, done)
@@ -396,7 +395,7 @@ def _round(cycle_: Launched, seqs: Seqs[Sequence]) -> Round:
     rows = np.array([where.get(id(seq), -1) for seq in seqs])
     record = CycleRecord.of(cycle_.words.numpy()[rows])
     accepted = np.where(rows >= 0, record.accepted, SAT_OUT)
-    details = cycle_.details and each_part(lambda part: part.numpy()[rows], cycle_.details)
+    details = cycle_.details and cycle_.details.each(lambda part: part.numpy()[rows])
     source = None if cycle_.proposal.source is None else record.source
     proposal = replace(cycle_.proposal, tokens=record.draft, source=source)
     return Round(proposal, Step(record.chosen, None, details), accepted, cycle_.forced_prefix)

@@ -19,7 +19,6 @@ from specdec.core.types import NO_GUESS, LogprobRows
 from targets.cuda.exchange import silent
 from targets.cuda.model import Hidden
 from targets.cuda.ops import Rows
-from targets.cuda.sampling import each_part
 
 MOST_ROWS = 512
 """Largest batch that is captured."""
@@ -174,7 +173,7 @@ class Graphs:
         _fill(feed, rows)
         out = graph.replay()
         kept = None if out.features is None else out.features[:batch]
-        details = out.details and each_part(lambda part: part[:batch], out.details)
+        details = out.details and out.details.each(lambda part: part[:batch])
         return Chosen(out.chosen[:batch], details, kept)
 
     def step_graph(

@@ -6,9 +6,6 @@ its own over [V], so nothing about a row can depend on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -161,12 +158,6 @@ def _checksums(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums, -1) & 0xFFFFFFFF
 
 
-def each_part(function: Callable[[torch.Tensor], Any], rows: LogprobRows) -> LogprobRows:
-    """function of all arrays."""
-    fields = rows.chosen, rows.top_ids, rows.top_logprobs, rows.checksums
-    return LogprobRows(*map(function, fields))
-
-
 def on_host(rows: LogprobRows) -> LogprobRows:
     """As numpy."""
-    return each_part(lambda part: part.cpu().numpy(), rows)
+    return rows.each(lambda part: part.cpu().numpy())

@@ -33,7 +33,7 @@ from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.params import Weights, rounding
 from targets.cuda.prefill import PrefillChunk, prefill
 from targets.cuda.reference import Reference
-from targets.cuda.sampling import blank_table, each_part
+from targets.cuda.sampling import blank_table
 from targets.sampling_params import Rules, set_row
 from targets.vision.rows import Encoder, SoftTokens, rows_of
 
@@ -254,7 +254,7 @@ class CudaTarget:
             Step(
                 chosen[b : b + 1],
                 None if features is None else features[b : b + 1, : lengths[b]],
-                details and each_part(lambda part, b=b: part[b : b + 1], details),
+                details and details.each(lambda part, b=b: part[b : b + 1]),
             )
             for b in range(len(seqs))
         ]

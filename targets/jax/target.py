@@ -231,5 +231,4 @@ def _choose_one(
 
 
 def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:
-    fields = details.chosen, details.top_ids, details.top_logprobs, details.checksums
-    return LogprobRows(*(np.asarray(field)[rows] for field in fields))
+    return details.each(lambda part: np.asarray(part)[rows])
