@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from specdec.constraints.compiled import Compiled
 from specdec.constraints.grammar import first_line
 from specdec.constraints.recite import Recite
 from specdec.constraints.rules import (
@@ -19,10 +20,12 @@ from specdec.constraints.rules import (
     ThinkingBudget,
     ThinkingLimit,
 )
-from specdec.constraints.vocabulary import ROW_TOO_LARGE, Vocabulary
+from specdec.constraints.vocabulary import AT_LIMIT, Vocabulary
 from specdec.core.constraint import EVERYTHING, WORD
 from specdec.core.types import Constraint, Sequence
 
+MEASURED_EVERY = 16
+"""Tokens of a text, after which the memory of its grammar's tables is measured again."""
 _EXECUTOR = LLExecutor(num_threads=1)
 
 
@@ -58,10 +61,13 @@ class TextConstraint:
         self.rules = rules
         self.failure: str | None = None
         self.ends_at: int | None = None
-        self._matcher = None if rules.grammar is None else vocabulary.matcher(rules.grammar)
+        self._vocabulary = vocabulary
+        self._compiled: Compiled | None = None
+        self._matcher = None if rules.grammar is None else self._new_matcher()
         self._consumed: list[int] = []
         """Tokens that the matcher has read."""
-        self._vocabulary = vocabulary
+        self._measured_at = 0
+        """Length of `_consumed` when the grammar's tables were last measured."""
         self._others = _others(rules)
         self._stop_ids = frozenset(vocabulary.stop_ids)
         self._read = 0
@@ -116,6 +122,16 @@ class TextConstraint:
             self._consumed.append(token)
             if not self._matcher.consume_token(token) and not _at_limit(self._matcher):
                 self._fail(self._matcher)
+        self._bound_memory()
+
+    def _bound_memory(self) -> None:
+        """Leave tables that have grown too large: they are freed once no text uses them."""
+        if len(self._consumed) - self._measured_at < MEASURED_EVERY:
+            return
+        self._measured_at = len(self._consumed)
+        if self._compiled is not None and self._compiled.overgrown() and self.failure is None:
+            self._matcher = self._again()
+            self._compiled.settle()
 
     def _follow_grammar(self, matcher: LLMatcher, draft: Seqs[int], out: np.ndarray) -> None:
         if self.failure is not None:
@@ -151,11 +167,25 @@ class TextConstraint:
         self._matcher = self._again()
 
     def _again(self) -> LLMatcher:
-        assert self.rules.grammar is not None
-        matcher = self._vocabulary.matcher(self.rules.grammar)
+        """A matcher that has read the text."""
+        matcher = self._new_matcher()
         for token in self._consumed:
             matcher.consume_token(token)
+        return matcher if _at_limit(matcher) or not matcher.is_error() else self._again_by_steps()
+
+    def _again_by_steps(self) -> LLMatcher:
+        """The same with a mask for each token. Lexing a token counts towards the work that
+        llguidance allows for the last mask, so a costly text can't be read without them."""
+        matcher = self._new_matcher()
+        for token in self._consumed:
+            matcher.compute_bitmask()
+            matcher.consume_token(token)
         return matcher
+
+    def _new_matcher(self) -> LLMatcher:
+        assert self.rules.grammar is not None
+        self._compiled = self._vocabulary.compiled(self.rules.grammar)
+        return self._compiled.copy()
 
     def _fail(self, matcher: LLMatcher) -> None:
         reason = first_line(matcher.get_error())
@@ -163,8 +193,8 @@ class TextConstraint:
 
 
 def _at_limit(matcher: LLMatcher) -> bool:
-    """Whether a matcher's error is the limit of `vocabulary.LIMITS`."""
-    return matcher.is_error() and ROW_TOO_LARGE in matcher.get_error()
+    """Whether a matcher's error is a limit of `vocabulary.LIMITS`."""
+    return matcher.is_error() and any(words in matcher.get_error() for words in AT_LIMIT)
 
 
 def _allows(row: np.ndarray, token: int) -> bool:

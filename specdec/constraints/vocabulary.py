@@ -10,6 +10,7 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from specdec.constraints.compiled import Compiled
 from specdec.constraints.grammar import check, first_line
 from specdec.core.errors import UserError
 
@@ -17,16 +18,23 @@ UNUSABLE = "the grammar can't be used"
 NOTHING = "no text satisfies this grammar"
 CONTROL = re.compile(rb"\xff\[([0-9]+)\]")
 """How llguidance writes a control token among bytes."""
-CACHED = 64
+CACHED = 32
 """Compiled grammars that are kept: an agent sends the same tools with each turn."""
+CACHED_BYTES = 64 << 20
+"""Most memory of compiled grammars that are kept; the newest is kept in any case."""
 
 MOST_ITEMS = 256
 """Items of a parser's row. An ambiguous grammar has more of them with each token, and a token costs
 their cube: at this bound about a millisecond. The 271 schemas of `tests/schemas.py` need fewer than
 50; right recursion needs two or more for each element."""
-LIMITS = LLParserLimits(max_items_in_row=MOST_ITEMS)
-ROW_TOO_LARGE = "Current row has"
-"""How llguidance's error for that limit begins."""
+FIRST_STEPS = 200_000
+"""Most steps of the lexer for the first mask; a schema that needs more is refused."""
+MOST_STEPS = 2_000_000
+"""Most steps of the lexer for any mask, about 0.2 seconds. With llguidance's 200,000 a schema could
+end its first text and not its second, which finds the tables made."""
+LIMITS = LLParserLimits(max_items_in_row=MOST_ITEMS, step_lexer_fuel=MOST_STEPS)
+AT_LIMIT = ("Current row has", "lexer error: too many")
+"""What llguidance's errors for these limits contain."""
 
 
 class TokenizerFile(Protocol):
@@ -46,7 +54,7 @@ class Vocabulary:
         self.size, self.stop_ids = tokenizer.model_vocab_size, tokenizer.stop_ids
         self._file = tokenizer
         self._tokens: LLTokenizer | None = None
-        self._grammars: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._grammars: OrderedDict[str, Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def load(self) -> LLTokenizer:
@@ -66,27 +74,34 @@ class Vocabulary:
             found += [int(part)] if i % 2 else tokens.tokenize_bytes(part)
         return found
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A fresh matcher. Raises UserError for a grammar that can't be compiled."""
+    def compiled(self, grammar: str) -> Compiled:
+        """A compiled grammar that is not yet overgrown. Raises UserError for one that can't be
+        compiled."""
         tokens = self.load()
         with self._lock:
             known = self._grammars.pop(grammar, None)
-        if known is None:
-            check(grammar, UNUSABLE)
-            known = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
-            _check(known)
+        if known is None or known.overgrown():
+            known = self._compile(tokens, grammar)
         with self._lock:
             self._grammars[grammar] = known
-            while len(self._grammars) > CACHED:
-                self._grammars.popitem(last=False)
-        return known.deep_copy()
+            self._trim()
+        return known
 
+    def _compile(self, tokens: LLTokenizer, grammar: str) -> Compiled:
+        check(grammar, UNUSABLE)
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise UserError(f"{UNUSABLE}: {first_line(matcher.get_error())}")
+        compiled = Compiled(matcher, grammar)
+        if compiled.first_steps > FIRST_STEPS:
+            raise UserError(f"{UNUSABLE}: its first token takes too long to determine")
+        first = compiled.copy()
+        if not any(first.compute_bitmask()) or first.is_error():
+            raise UserError(f"{UNUSABLE}: {NOTHING}")
+        return compiled
 
-def _check(matcher: LLMatcher) -> None:
-    """Raises UserError for a grammar that can't be compiled, or that no text satisfies."""
-    if matcher.is_error():
-        raise UserError(f"{UNUSABLE}: {first_line(matcher.get_error())}")
-    first = matcher.deep_copy()
-    allowed = first.compute_bitmask()
-    if first.is_error() or not any(allowed):
-        raise UserError(f"{UNUSABLE}: {NOTHING}")
+    def _trim(self) -> None:
+        sizes = [compiled.measure() for compiled in self._grammars.values()]
+        while len(sizes) > 1 and (len(sizes) > CACHED or sum(sizes) > CACHED_BYTES):
+            self._grammars.popitem(last=False)
+            sizes.pop(0)

@@ -480,13 +480,13 @@ def test_a_schema_begins_after_the_thought(prefix):
     body = {"messages": ASK, "reasoning_effort": "high", "structured_outputs": {"choice": ["yes"]}}
     request = parse(ChatRequest, json.dumps(body).encode())
     prompt = [*tokenizer.encode_chat(ASK), *tokenizer.encode(prefix)[1:]]
-    matcher = vocabulary.matcher(
+    compiled = vocabulary.compiled(
         rules_for(request, tokenizer, thinking_at(request, tokenizer, prompt)).grammar
     )
 
     def follows(text: str) -> bool:
         ids = tokenizer.encode(text)[1:]
-        alone = matcher.deep_copy()
+        alone = compiled.copy()
         return alone.try_consume_tokens(ids) == len(ids) and alone.is_accepting()
 
     thought = "I think {so}.\n<channel|>"

@@ -24,7 +24,7 @@ TOOL = {
         "name": "add",
         "parameters": {
             "type": "object",
-            "properties": {"first": {"type": "integer"}},
+            "properties": {"first": {"enum": [1, 2]}},  # few tokens, whatever seed is drawn
             "required": ["first"],
             "additionalProperties": False,
         },

@@ -10,10 +10,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import numpy as np
 import pytest
 
 from serve.gemma.tool_grammar import tool_grammar
-from specdec.constraints import trial
+from specdec.constraints import compiled, trial
+from specdec.constraints.compiled import GROWN_BYTES
+from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.exclusive import exclusive
 from specdec.constraints.grammar import composed
 from specdec.constraints.json_schema import json_grammar
@@ -29,8 +32,11 @@ from specdec.constraints.trial import (
     cancellable,
     remembered_only,
 )
+from specdec.constraints.vocabulary import CACHED, CACHED_BYTES, Vocabulary
+from specdec.core.constraint import EVERYTHING, mask_words
 from specdec.core.errors import UserError
-from tests.support.constrained import mini_vocabulary
+from specdec.core.types import Sequence
+from tests.support.constrained import mini_tokenizer, mini_vocabulary
 
 PRIMES = 999983, 999979, 999961, 999959, 999953
 DEEP = "nested too deeply"
@@ -81,7 +87,7 @@ def test_a_lark_grammar_that_would_end_the_process(kind):
     rows = "".join(f"{kind}{i}: {kind}{i + 1}\n" for i in range(50_000))
     grammar = composed(f'start: {kind}0\n{rows}{kind}50000: "a"\n', {})
     with pytest.raises(UserError, match=DEEP):
-        mini_vocabulary().matcher(grammar)
+        mini_vocabulary().compiled(grammar)
 
 
 def test_what_llguidance_cannot_read_is_refused():
@@ -220,3 +226,46 @@ def test_a_strict_tool_that_would_hold_everybody_up(schema, words):
     function = {"name": "f", "strict": True, "parameters": schema}
     with pytest.raises(UserError, match=words):
         tool_grammar([{"type": "function", "function": function}], at_least=1, at_most=1)
+
+
+COSTLY = json_grammar(
+    {"type": "integer", "allOf": [{"multipleOf": 59_311}, {"multipleOf": 56_387}]}
+)
+"""Its tables take 12 MB, and some more with each text. With llguidance's own limit of steps its
+first text would end at the third digit, and a later one would not."""
+DIGITS = [str(7**power)[:12] for power in range(20, 60)]
+
+
+def masks_of(vocabulary: Vocabulary, text: str, constraint: TextConstraint | None = None) -> bytes:
+    """The masks of all places of a text under COSTLY."""
+    constraint = constraint or TextConstraint(TextRules(grammar=COSTLY), vocabulary)
+    seq, found = Sequence([2], prompt_len=1), []
+    for token in vocabulary.load().tokenize_str(text):
+        out = np.full((1, mask_words(vocabulary.size)), EVERYTHING, np.uint32)
+        constraint.masks(seq, [], out)
+        found.append(out.tobytes())
+        seq.tokens.append(token)
+    assert constraint.failure is None and constraint.ends_at is None
+    return b"".join(found)
+
+
+def test_masks_are_the_same_after_other_texts_and_tables_that_were_left(monkeypatch):
+    cold, used, leaving = (Vocabulary(mini_tokenizer()) for _ in range(3))
+    for digits in DIGITS:
+        masks_of(used, digits)
+    assert masks_of(used, DIGITS[0] * 4) == (expected := masks_of(cold, DIGITS[0] * 4))
+    monkeypatch.setattr(compiled, "GROWN_BYTES", 1 << 20)
+    first = leaving.compiled(COSTLY)
+    assert masks_of(leaving, DIGITS[0] * 4) == expected
+    assert leaving.compiled(COSTLY) is not first
+
+
+def test_compiled_grammars_take_bounded_memory():
+    vocabulary = Vocabulary(mini_tokenizer())
+    for digits in DIGITS:
+        masks_of(vocabulary, digits)
+        held = sum(kept.measure() for kept in vocabulary._grammars.values())
+        assert held <= CACHED_BYTES + GROWN_BYTES
+    for number in range(1, 2 * CACHED):
+        vocabulary.compiled(json_grammar({"const": number}))
+    assert len(vocabulary._grammars) == CACHED
