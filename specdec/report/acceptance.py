@@ -40,6 +40,7 @@ def measure(subject: Subject) -> Section:
     conditions, rows = [], []
     for condition in subject.conditions:
         recordings, unfitting = _recorded(subject, condition)
+        subject.plain[condition] = [_as_outcome(one) for one in recordings]  # no guess was taken
         conditions.append(_condition_row(condition, recordings, unfitting))
         with subject.progress.status(f"replaying, {condition}"):
             rows += _rows(subject, condition, recordings)

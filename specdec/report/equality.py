@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafters.registry import PLAIN
 from specdec.core.stats import Acceptance
 from specdec.evaluation import results
 from specdec.evaluation.results import PromptOutcome
@@ -21,7 +20,7 @@ def measure(subject: Subject, acceptance: Section) -> Section:
 
 
 def _row(subject: Subject, condition: Condition, acceptance: Section) -> dict[str, Any]:
-    plain = subject.answered(subject.engine(PLAIN), condition, "plain")
+    plain = subject.plain_answers(condition)
     drafted = subject.answered(subject.engine(subject.single), condition, "drafted")
     found = results.compare(plain, drafted)
     run, replay = _tau(drafted), tau_of(acceptance, condition, subject.single)

@@ -26,13 +26,17 @@ class Profile:
     """Characters of the texts in the built-in long prompts."""
     repeats: int
     """How often each speed is measured."""
+    least_requests: int
+    """Requests of a measurement, however few the users."""
     every_drafter: bool
     """Whether speed is measured with each drafter; else plain, with weights, and combined."""
 
 
 PROFILES = {
-    "quick": Profile("quick", 32, (1, 3, K), (1_500, 2_500, 3_500, 4_500), 2, False),
-    "full": Profile("full", 256, tuple(range(1, K + 1)), (4_000, 16_000, 48_000, 120_000), 3, True),
+    "quick": Profile("quick", 32, (1, 3, K), (1_500, 2_500, 3_500, 4_500), 2, 1, False),
+    "full": Profile(
+        "full", 256, tuple(range(1, K + 1)), (4_000, 16_000, 48_000, 120_000), 3, 2, True
+    ),
 }
 
 

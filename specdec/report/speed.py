@@ -23,8 +23,6 @@ from specdec.report.profile import USERS
 from specdec.report.questions import LONG
 from specdec.report.subject import Condition, Subject
 
-LEAST_REQUESTS = 2
-"""Requests of a measurement, however few the users."""
 WARM_TOKENS = 16
 """Tokens of the answers that compile and touch everything before anything is timed."""
 FIGURES = ("ttft", "tpot", "itl", "e2el")
@@ -80,9 +78,11 @@ def measure(subject: Subject) -> Section:
         title = f"timing answers of {subject.output_len} tokens"
         with subject.progress.counting(title, len(rounds)) as counter:
             for llm in doors.values():
-                _run(llm, prompts, max(users), WARM_TOKENS)
+                _run(llm, prompts, max(users), max(users), WARM_TOKENS)
             for number, (name, count) in enumerate(rounds, 1):
-                passes[name, count].append(_run(doors[name], prompts, count, subject.output_len))
+                requests = max(count, subject.profile.least_requests)
+                done = _run(doors[name], prompts, count, requests, subject.output_len)
+                passes[name, count].append(done)
                 counter.update(number)
     rows = [_row(name, count, passes, prompts) for name in doors for count in users]
     return {"definitions": DEFINITIONS, "temperature": 0.0, "rows": rows}
@@ -117,9 +117,9 @@ def _prompts(subject: Subject) -> list[list[int]]:
     return [list(question.ids) for _, question in numbered[: max(USERS)]]
 
 
-def _run(llm: LLM, prompts: Seqs[list[int]], users: int, tokens: int) -> Pass:
+def _run(llm: LLM, prompts: Seqs[list[int]], users: int, requests: int, tokens: int) -> Pass:
     """So many users, each sending a request when its last one is answered."""
-    asked = [prompts[i % len(prompts)] for i in range(max(users, LEAST_REQUESTS))]
+    asked = [prompts[i % len(prompts)] for i in range(requests)]
     began = perf_counter()
     with ThreadPoolExecutor(users) as pool:
         answers = list(pool.map(lambda ids: _timed(llm, ids, tokens), asked))

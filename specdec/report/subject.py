@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seqs
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -68,6 +68,8 @@ class Subject:
     """What perplexity is measured on."""
     random: bool = False
     """Whether the weights are random: then no guess is right, and that says nothing."""
+    plain: dict[Condition, list[PromptOutcome]] = field(default_factory=dict)
+    """Answers that this process has decoded a token per step, by condition."""
 
     @cached_property
     def weighted(self) -> str | None:
@@ -125,6 +127,12 @@ class Subject:
             sampling=SamplingConfig(condition.temperature).sampling(tokenizer.defaults),
             stop_ids=frozenset(tokenizer.stop_ids),
         )
+
+    def plain_answers(self, condition: Condition) -> list[PromptOutcome]:
+        """All prompts, answered without speculation."""
+        if condition not in self.plain:
+            self.plain[condition] = self.answered(self.engine(PLAIN), condition, "plain")
+        return self.plain[condition]
 
     def answered(self, engine: Engine, condition: Condition, title: str) -> list[PromptOutcome]:
         """All prompts, answered by an idle engine."""

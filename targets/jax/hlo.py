@@ -1,4 +1,4 @@
-"""Optimised HLO, as XLA prints it (`compiled.as_text()`), read into plain values.
+"""Optimised HLO, as XLA prints it (`jax.stages.Compiled.as_text`), read into plain values.
 
 Only what counting needs: computations, instructions, shapes with their tiles and memory spaces.
 Syntax: openxla.org/xla/operation_semantics and /xla/tiled_layout; checked by

@@ -24,8 +24,8 @@ from specdec.report.profile import K, Profile
 from specdec.report.subject import Progress, Subject
 from tests.support.fakes import FakeTarget
 
-SHORT = Profile("quick", 6, (K,), (10,), 2, False)
-PROFILE = Profile("quick", 24, (1, K), (10,), 2, False)
+SHORT = Profile("quick", 6, (K,), (10,), 2, 1, False)
+PROFILE = Profile("quick", 24, (1, K), (10,), 2, 1, False)
 CATEGORIES = ("coding", "math")
 VOCAB = 53
 WORD = "a prompt that nobody may read"
