@@ -34,7 +34,8 @@ def busy(server: Server, tokens: int = 5000) -> Iterator[None]:
     """The slot is taken meanwhile, by a client that leaves in the middle of its answer."""
     body = BODY | {"max_tokens": tokens, "stream": True}
     url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, headers={"X-Request-Id": "first"}) as answer:
+    headers = {"X-Request-Id": "first"}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
         lines = answer.iter_lines()  # its end would close the connection
         next(lines)
         yield
@@ -85,7 +86,7 @@ def test_a_second_request_waits_for_the_only_slot(server, caplog):
     with ThreadPoolExecutor(1) as pool:
         with busy(server):
             url = f"{server.url}/v1/completions"
-            second = pool.submit(httpx.post, url, json=BODY, headers=headers)
+            second = pool.submit(httpx.post, url, json=BODY, headers=headers, timeout=60)
             until(lambda: server.runner.waiting == 1)
             time.sleep(WAIT_SECONDS)
         assert second.result().status_code == 200
@@ -125,7 +126,7 @@ def test_a_client_that_left_its_stream_is_logged_as_499(server, caplog, route):
     body = {"model": MODEL, field: "ab" if field != "messages" else said, limit: 5000}
     body |= {"stream": True, "temperature": 0}
     url, headers = f"{server.url}/v1/{route}", {"X-Request-Id": "gone"}
-    with httpx.stream("POST", url, json=body, headers=headers) as answer:
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
         next(answer.iter_lines())
         assert answer.status_code == 200
     own = line(caplog, "gone")
@@ -139,5 +140,5 @@ def test_a_client_that_read_its_stream_is_logged_as_200(server, caplog):
     caplog.set_level(logging.INFO, "specdec.access")
     headers = {"X-Request-Id": "whole"}
     body = BODY | {"stream": True}
-    httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+    httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
     assert " 200 " in line(caplog, "whole")
