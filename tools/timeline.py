@@ -115,7 +115,9 @@ def picture(requests: list[Request], seconds: float) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + BOTTOM}" '
         f'role="img"><title>{len(requests)} requests in {seconds:g} seconds</title>\n'
-        f"<style>{_style()}</style>\n" + "\n".join(marks) + "\n</svg>\n"
+        f'<style>{_style()}</style>\n<rect class="back" width="100%" height="100%"/>\n'
+        + "\n".join(marks)
+        + "\n</svg>\n"
     )
 
 
@@ -125,9 +127,9 @@ def _style() -> str:
 
     return (
         "text { font: 12px system-ui, sans-serif; fill: #1d2129; } .end { text-anchor: end; } "
-        f".mid {{ text-anchor: middle; }} .grid {{ stroke: #d0d5dd; }} {colours(COLOURS)} "
-        "@media (prefers-color-scheme: dark) { text { fill: #e6e8ec; } .grid { stroke: #30343d; } "
-        f"{colours(DARK_COLOURS)} }}"
+        ".mid { text-anchor: middle; } .back { fill: #fff; } .grid { stroke: #d0d5dd; } "
+        f"{colours(COLOURS)} @media (prefers-color-scheme: dark) {{ text {{ fill: #e6e8ec; }} "
+        f".back {{ fill: #14161a; }} .grid {{ stroke: #30343d; }} {colours(DARK_COLOURS)} }}"
     )
 
 

@@ -42,8 +42,10 @@ def test_requests_are_read_from_the_log():
 
 def test_bars_have_the_length_of_their_time():
     drawn = ET.fromstring(picture(last_seconds(requests_of(LOG), 5), 5))
-    bars = [e for e in drawn.iter() if e.tag.endswith("rect")][len(STATES) :]
+    back, *others = [e for e in drawn.iter() if e.tag.endswith("rect")]
+    bars = others[len(STATES) :]
     widths = [float(bar.get("width", "nan")) for bar in bars]
+    assert back.get("class") == "back"
     assert [bar.get("class") for bar in bars] == ["s0", "s1", "s2", "s0"]
     assert [width / widths[0] for width in widths] == pytest.approx([1, 3, 5, 4], abs=0.01)
     assert "900 tokens" in [e.text for e in drawn.iter() if e.tag.endswith("text")]
