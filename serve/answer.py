@@ -14,7 +14,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from serve.chat_schema import ChatRequest
-from serve.errors import ApiError, is_anthropic
+from serve.errors import CLIENT_LEFT, ApiError, is_anthropic
 from serve.generation import PING_SECONDS, Context, Generation, Sender, begin
 from serve.replies import Json
 from serve.schema import CompletionRequest
@@ -199,7 +199,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[Made]) -> Made:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError(499, "the client has gone")
+            raise ApiError(CLIENT_LEFT, "the client has gone")
         return working.result()
     finally:
         working.cancel()

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
-from serve.errors import ApiError, ErrorBody
+from serve.errors import CLIENT_LEFT, ApiError, ErrorBody
 from serve.lanes import SMALL_BYTES
 from serve.schema import Wire, parse
 
@@ -44,7 +44,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             elif size > DRAINED:
                 break
     except ClientDisconnect as left:
-        raise ApiError(499, "the client has gone") from left
+        raise ApiError(CLIENT_LEFT, "the client has gone") from left
     if size > limit:
         raise ApiError(413, f"the body is larger than {limit} bytes: send a shorter prompt")
     return b"".join(chunks)

@@ -59,13 +59,12 @@ class Choices:
         opened = index in self._opened
         first = [] if opened else self._reply.opening(index, self._prompt_of(index))
         self._opened.add(index)
-        no_usage = {"usage": None} if self._wire.include_usage else {}  # as OpenAI does
         chunks = self._reply.chunks(index, piece)
         if chunks:
             chunks[0] |= _speculation(piece)
             chunks[-1] |= piece.notice_field | piece.receipt_field
         for choice in [*first, *chunks]:
-            yield event({**self._head([choice], streaming=True), **no_usage})
+            yield event({**self._head([choice], streaming=True), **self._usage_so_far()})
 
     def waiting(self) -> bytes:
         return keep_alive()
@@ -80,6 +79,13 @@ class Choices:
 
     def _head(self, choices: list[Json], streaming: bool) -> Json:
         return {**self._reply.envelope(choices, streaming), **self._generation.seed_field}
+
+    def _usage_so_far(self) -> Json:
+        """In a chunk: of all choices together, or null as OpenAI does."""
+        if not self._wire.include_usage:
+            return {}
+        usage = self._generation.usage.to_json() if self._wire.continuous_usage else None
+        return {"usage": usage}
 
     def _totals(self) -> Json:
         usage = self._generation.usage

@@ -40,6 +40,8 @@ class AnthropicErrorBody(BaseModel):
     error: AnthropicErrorDetail
 
 
+CLIENT_LEFT = 499
+"""nginx's status for a client that disconnected before the response's end."""
 ANTHROPIC_ROUTES = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",

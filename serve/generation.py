@@ -139,8 +139,9 @@ class Generation:
         }
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in texts]
         """Log-probabilities of each choice's ids, for its receipt."""
-        self._arrived = time.monotonic()
-        self._last: dict[int, float] = {}  # when a choice's last update came
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        """When a choice's first and last update came."""
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
         """Yield (choice, piece) as they come, and None after PING_SECONDS without anything to send
@@ -173,14 +174,14 @@ class Generation:
     def cancel(self) -> None:
         """Free the slots of what is still running."""
         self.context.runner.cancel([self._ticket.sequences[i] for i in self._open])
-        for _ in self._open:
-            self._ended("abort", "abort")
+        for index in self._open:
+            self._ended(index, "abort", "abort")
         self._open.clear()
 
     def _check(self, update: Update) -> None:
         if update.finish in ("error", "cancelled"):
             self._open.discard(update.index)
-            self._ended("error", "error")
+            self._ended(update.index, "error", "error")
             if update.shutting_down:
                 headers = {"Retry-After": str(RETRY_SECONDS)}
                 raise ApiError(503, update.error or "", code="draining", headers=headers)
@@ -200,11 +201,11 @@ class Generation:
             metrics.between_tokens(now - last)
         self._last[index] = now
         if index in self._silent:
-            self._silent.discard(index)
-            seq = self._ticket.sequences[index]
-            waited = now - self._arrived
+            self._left_queue(index, now)
+            seq, self._first[index] = self._ticket.sequences[index], now
+            waited = now - self._ticket.submitted
             self.usage.first_token = self.usage.first_token or waited
-            metrics.first_token(waited, seq.prompt_len)
+            metrics.first_token(waited, now - (seq.seated or now), seq.prompt_len)
             if index % (len(self._texts) // len(self.plan.prompts)) == 0:  # a prompt's first choice
                 self.usage.cached_tokens += seq.cached
         text = self._texts[index]
@@ -224,7 +225,7 @@ class Generation:
         if piece.finish is not None:
             self._open.discard(index)
             self._count_prediction(self._ticket.sequences[index], update)
-            self._ended("length" if piece.finish == "length" else "stop", piece.finish)
+            self._ended(index, "length" if piece.finish == "length" else "stop", piece.finish)
             if update.finish is None:  # ended by a stop string; the engine checks only stop ids
                 self.context.runner.cancel([self._ticket.sequences[index]])
         return piece
@@ -256,9 +257,22 @@ class Generation:
         )
         return replace(piece, receipt=receipt_of(identity, seq, ended).to_json())
 
-    def _ended(self, counted: str, reason: str) -> None:
+    def _left_queue(self, index: int, now: float) -> None:
+        """Record how long a choice waited for its slot."""
+        self._silent.discard(index)
+        seated = self._ticket.sequences[index].seated
+        queued = (now if seated is None else seated) - self._ticket.submitted
+        self.context.metrics.queued(queued)
+        if self.usage.queued is None:
+            self.usage.queued = queued
+
+    def _ended(self, index: int, counted: str, reason: str) -> None:
         """Record how a choice ended, by vLLM's name of the reason for /metrics and by OpenAI's for
         the usage."""
+        if index in self._silent:
+            self._left_queue(index, time.monotonic())
+        elif index in self._first:
+            self.context.metrics.decoded(self._last[index] - self._first[index])
         self.context.metrics.finished(counted)
         self.usage.finish_reasons.append(reason)
 

@@ -32,6 +32,35 @@ FIRST_TOKEN_BUCKETS = (
     640.0,
     2560.0,
 )  # vLLM's, so that histograms of both can be added up
+REQUEST_BUCKETS = (
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)  # vLLM's, and those below 0.3: a prompt can be read in a few milliseconds
 BETWEEN_TOKENS_BUCKETS = (
     0.001,
     0.0025,
@@ -80,6 +109,21 @@ class Metrics:
             "Seconds from a request's arrival to its first token.",
             FIRST_TOKEN_BUCKETS,
         )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds",
+            "Seconds that a sequence waited for a slot.",
+            REQUEST_BUCKETS,
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds",
+            "Seconds from a sequence's slot to its first token.",
+            REQUEST_BUCKETS,
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds",
+            "Seconds from a sequence's first token to its last.",
+            REQUEST_BUCKETS,
+        )
         self._between_tokens = self._histogram(
             "vllm:inter_token_latency_seconds",
             "Seconds between two updates of a sequence; one may bring several tokens.",
@@ -89,9 +133,16 @@ class Metrics:
             self._success.labels(**self._labels, finished_reason=reason)
         self.registry.register(EngineCollector(runner, tuple(self._labels.values()), speculating))
 
-    def first_token(self, seconds: float, prompt_tokens: int) -> None:
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def first_token(self, seconds: float, since_seated: float, prompt_tokens: int) -> None:
         self._first_token.observe(seconds)
+        self._prefill.observe(since_seated)
         self._prompt.inc(prompt_tokens)
+
+    def decoded(self, seconds: float) -> None:
+        self._decode.observe(seconds)
 
     def between_tokens(self, seconds: float) -> None:
         self._between_tokens.observe(seconds)

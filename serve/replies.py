@@ -22,6 +22,7 @@ from serve.stream import (
     TokenText,
     call_id,
     calls_of,
+    thought_of,
 )
 
 Json = dict[str, Any]
@@ -65,7 +66,7 @@ class ChatReply:
             "content": None if calls and not content else content,
             "refusal": None,
         }
-        thought = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
+        thought = thought_of(choice.parts)
         if thought:
             message |= {"reasoning_content": thought, "reasoning": thought}
         if calls:

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.errors import is_anthropic
+from serve.outcome import Outcome
 
 if TYPE_CHECKING:
     from serve.generation import Generation
@@ -24,13 +25,12 @@ ANTHROPIC_HEADER = "Request-Id"
 LONGEST = 128
 PROBES = ("/health", "/ready", "/metrics")
 """Monitoring requests these every few seconds: successes are logged only with --log-level debug."""
-LEFT = 499
-"""nginx's status for a client that disconnected before the response."""
 
 
 class RequestLog:
     """ASGI middleware: sets X-Request-Id on every response (the client's own id if it sent one) and
-    logs a line per request, with token counts if the app has set `state["generation"]`."""
+    logs a line per request, with waits and token counts if the app has set
+    `state["generation"]`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -41,12 +41,11 @@ class RequestLog:
             return
         request_id = _sent_id(Headers(scope=scope).get(HEADER, "")) or uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        began, status = time.monotonic(), LEFT
+        began, outcome = time.monotonic(), Outcome()
 
         async def named(message: Message) -> None:
-            nonlocal status
+            outcome.sent(message)
             if message["type"] == "http.response.start":
-                status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = request_id
                 if is_anthropic(scope["path"]):
@@ -55,11 +54,12 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, named)
+            outcome.returned()
         finally:
             took = 1000 * (time.monotonic() - began)
             generation: Generation | None = state.get("generation")
             usage = None if generation is None else generation.usage
-            _write(scope, status, took, request_id, usage)
+            _write(scope, outcome.status, took, request_id, usage)
 
 
 def _sent_id(sent: str) -> str:
@@ -78,7 +78,12 @@ def _write(scope: Scope, status: int, took: float, request_id: str, usage: Usage
 def _counts(usage: Usage) -> str:
     counts: Any = usage.to_json()
     cached = counts["prompt_tokens_details"]["cached_tokens"]
+    waits = _wait("queue", usage.queued) + _wait("first", usage.first_token)
     return (
-        f" prompt={usage.prompt_tokens} completion={usage.completion_tokens} cached={cached} "
-        f"tau={usage.tau:.2f}"
+        f"{waits} prompt={usage.prompt_tokens} completion={usage.completion_tokens} "
+        f"cached={cached} tau={usage.tau:.2f}"
     )
+
+
+def _wait(name: str, seconds: float | None) -> str:
+    return "" if seconds is None else f" {name}={1000 * seconds:.0f}ms"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +62,8 @@ class Ticket:
 
     sequences: tuple[Sequence, ...]
     updates: asyncio.Queue[Update]
+    submitted: float
+    """When, on the clock of `Sequence.seated`."""
 
 
 class EngineRunner:
@@ -123,7 +126,7 @@ class EngineRunner:
 
         Raises QueueFull if the queue has no room for them, EngineStopped if the engine has ended.
         """
-        ticket = Ticket(tuple(sequences), asyncio.Queue())
+        ticket = Ticket(tuple(sequences), asyncio.Queue(), time.monotonic())
         with self._lock:
             if self.failure is not None:
                 raise EngineStopped(self.failure)

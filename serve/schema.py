@@ -38,7 +38,7 @@ class StreamOptions(Options):
     place = "stream_options"
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -214,6 +214,15 @@ class GenerationRequest(SamplingOverrides):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk has the usage so far; as in vLLM it goes with `include_usage`."""
+        return bool(
+            self.include_usage
+            and self.stream_options
+            and self.stream_options.continuous_usage_stats
+        )
 
 
 GUIDED = ("json", "regex", "choice", "grammar")

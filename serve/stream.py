@@ -82,6 +82,11 @@ def text_of(parts: Iterable[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Content))
 
 
+def thought_of(parts: Iterable[Part]) -> str:
+    """The text of thoughts."""
+    return "".join(part.text for part in parts if isinstance(part, Reasoning))
+
+
 def calls_of(parts: Iterable[Part]) -> list[Call]:
     """The calls of a whole answer."""
     calls: list[Call] = []

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.chat_schema import ChatRequest
+from serve.outcome import Outcome
 from specdec.core.errors import UserError
 from specdec.core.version import VERSION
 
@@ -83,15 +84,17 @@ class Traces:
             await self._app(scope, receive, send)
             return
         with self._span(scope) as span:
+            outcome = Outcome()
 
             async def noted(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    _note_status(span, message["status"])
+                outcome.sent(message)
                 await send(message)
 
             try:
                 await self._app(scope, receive, noted)
+                outcome.returned()
             finally:
+                _note_status(span, outcome.status)
                 generation = scope.get("state", {}).get("generation")
                 if generation is not None:
                     _note_generation(span, generation)
@@ -152,6 +155,7 @@ def _became(generation: Generation) -> dict[str, Any]:
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.latency.time_in_queue": usage.queued,
         "gen_ai.latency.time_to_first_token": usage.first_token,
         "specdec.drafter": speculating.drafter,
         "specdec.k": speculating.k,

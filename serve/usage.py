@@ -27,6 +27,8 @@ class Usage:
     finish_reasons: list[str] = field(default_factory=list)
     """Finish reasons of the ended choices; "error" or "abort" for those that failed or were
     cancelled."""
+    queued: float | None = None
+    """Seconds from the submission until a choice got a slot, or until the client left."""
     first_token: float | None = None
     """Seconds from the submission to the first token."""
     speculative: dict[str, object] | None = None

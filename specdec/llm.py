@@ -26,12 +26,15 @@ from drafters import registry
 from serve.cycle_reports import ChoiceReports, Speculating
 from serve.runner import EngineRunner, Update
 from serve.stream import (
+    CallArguments,
+    CallBegan,
     ChoiceText,
     Part,
     Piece,
-    Reasoning,
+    call_id,
     calls_of,
     text_of,
+    thought_of,
     with_unopened_thoughts,
 )
 from specdec.assembly.engine import NO_REUSE, make_engine, require_exact
@@ -45,11 +48,13 @@ from specdec.core.types import Sequence
 from specdec.llm_requests import Planned, Prompt, Requests
 from specdec.llm_types import (
     Answer,
+    CallPiece,
     Chunk,
     Conversation,
     SamplingParams,
     ToolCall,
     chosen_params,
+    conversation_of,
 )
 
 Value = TypeVar("Value")
@@ -132,11 +137,24 @@ class LLM:
         return self._call(self._answer(self._plan(Conversation(messages, *wishes), chosen), chosen))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tools: Seqs[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        thinking: bool | None = None,
+        thinking_token_budget: int | None = None,
+        **overrides: Any,
     ) -> Iterator[Chunk]:
-        """The answer piece by piece, as cycles make it. Leaving the loop early cancels it."""
+        """The answer piece by piece, as cycles make it. Leaving the loop early cancels it.
+
+        tools, tool_choice, thinking, thinking_token_budget: as of `chat`, with messages. With any
+        of them a thought and calls come apart from the text; without them all of it is text.
+        """
+        asked = conversation_of(prompt, (tools, tool_choice, thinking, thinking_token_budget))
         arrived: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
-        task = self.begin_stream(prompt, chosen_params(params, overrides), arrived.put)
+        task = self.begin_stream(asked, chosen_params(params, overrides), arrived.put)
         try:
             while True:
                 chunk = arrived.get()
@@ -150,7 +168,10 @@ class LLM:
                 task.cancel()
 
     def begin_stream(
-        self, prompt: Prompt, params: SamplingParams, put: Callable[[Chunk | BaseException], object]
+        self,
+        prompt: Prompt | Conversation,
+        params: SamplingParams,
+        put: Callable[[Chunk | BaseException], object],
     ) -> Future[None]:
         """What `stream` is made of. put: gets each chunk, or what ended the answer, on the engine's
         event loop. Cancel the result to end the request."""
@@ -260,7 +281,8 @@ class LLM:
             read = reports.feed(update, len(update.tokens), piece.finish is not None)
             guessers = tuple(token.guessed_by for token in read.tokens)
             counts = update.drafted, update.accepted
-            yield Chunk(piece.text, update.tokens, guessers, *counts, piece.finish)
+            apart = thought_of(piece.parts), _call_pieces(piece.parts)
+            yield Chunk(piece.text, update.tokens, guessers, *counts, piece.finish, *apart)
 
     async def _pieces(
         self, plan: Planned, params: SamplingParams
@@ -321,9 +343,19 @@ def configured(
 def _taken_apart(parts: Seqs[Part]) -> tuple[str, str, list[ToolCall]]:
     """A whole answer's text, thought and calls."""
     whole = list(with_unopened_thoughts(parts))
-    thought = "".join(part.text for part in whole if isinstance(part, Reasoning))
     calls = [ToolCall(call.id, call.name, call.arguments) for call in calls_of(whole)]
-    return text_of(whole), thought, calls
+    return text_of(whole), thought_of(whole), calls
+
+
+def _call_pieces(parts: Seqs[Part]) -> tuple[CallPiece, ...]:
+    """The calls' parts among those of a streamed answer."""
+    found: list[CallPiece] = []
+    for part in parts:
+        if isinstance(part, CallBegan):
+            found.append(CallPiece(part.index, call_id(), part.name))
+        elif isinstance(part, CallArguments):
+            found.append(CallPiece(part.index, arguments_text=part.text))
+    return tuple(found)
 
 
 def _first(count: int, update: Update) -> Update:

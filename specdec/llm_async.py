@@ -15,7 +15,14 @@ from typing import Any
 
 from specdec.llm import LLM, load
 from specdec.llm_requests import Prompt
-from specdec.llm_types import Answer, Chunk, Conversation, SamplingParams, chosen_params
+from specdec.llm_types import (
+    Answer,
+    Chunk,
+    Conversation,
+    SamplingParams,
+    chosen_params,
+    conversation_of,
+)
 
 
 class AsyncLLM:
@@ -58,13 +65,22 @@ class AsyncLLM:
         return (await self.llm.generate_all_async([Conversation(messages, *wishes)], chosen))[0]
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tools: Seqs[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        thinking: bool | None = None,
+        thinking_token_budget: int | None = None,
+        **overrides: Any,
     ) -> AsyncIterator[Chunk]:
         """As `LLM.stream`."""
+        asked = conversation_of(prompt, (tools, tool_choice, thinking, thinking_token_budget))
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | BaseException]()
         chosen = chosen_params(params, overrides)
         put = partial(loop.call_soon_threadsafe, arrived.put_nowait)
-        task = await asyncio.to_thread(self.llm.begin_stream, prompt, chosen, put)
+        task = await asyncio.to_thread(self.llm.begin_stream, asked, chosen, put)
         try:
             while True:
                 chunk = await arrived.get()

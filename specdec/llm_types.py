@@ -129,6 +129,16 @@ class Conversation:
     """Most tokens of a thought."""
 
 
+def conversation_of(prompt: Any, wishes: tuple[Any, ...]) -> Any:
+    """A stream's prompt: a `Conversation` if one of its wishes is set, else as it was given. Raises
+    UserError for wishes about a prompt without messages."""
+    if all(wish is None for wish in wishes):
+        return prompt
+    if isinstance(prompt, str) or not all(isinstance(message, Mapping) for message in prompt):
+        raise UserError("tools and thinking are of a chat: give messages in place of a text or ids")
+    return Conversation(prompt, *wishes)
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call of one of the request's tools."""
@@ -199,6 +209,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class CallPiece:
+    """A part of a call in a stream: its beginning, or a part of its arguments."""
+
+    index: int
+    """Counts the answer's calls, from 0."""
+    id: str | None = None
+    name: str | None = None
+    """Both are of a call's beginning alone."""
+    arguments_text: str = ""
+    """A call's parts together are one JSON object."""
+
+
+@dataclass(frozen=True)
 class Chunk:
     """What one cycle added to a streamed answer."""
 
@@ -210,6 +233,10 @@ class Chunk:
     """Draft tokens of this answer so far."""
     accepted: int
     finish_reason: str | None
+    reasoning: str = ""
+    """Of the thought; of messages with one of the options of `chat` alone."""
+    tool_calls: tuple[CallPiece, ...] = ()
+    """Of the same, with `tools`."""
 
 
 def _sent(call: ToolCall) -> dict[str, Any]:

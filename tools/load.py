@@ -7,13 +7,15 @@
 --rate R: R requests a second on average, arriving as a Poisson process, whatever is running.
 --long P,N: with probability P a prompt has N tokens instead.
 
-Prompts are random token ids, answers have exactly --output tokens (ignore_eos). Times are as
-guidellm and vLLM define them, of requests that were answered whole:
+Prompts are random token ids, answers have exactly --output tokens (ignore_eos). Of requests that
+were sent in the measured time and answered whole:
 
-    ttft  seconds from sending to the first token
-    tpot  (end to end - ttft) / (tokens - 1)
-    gap   between two events of one stream; an event may hold several tokens
-    tokens_per_second  output tokens of the measured time / its seconds
+    ttft  from sending to the first token; guidellm's and vLLM's TTFT
+    tpot  from the first token to the last / (tokens - 1); vLLM's TPOT, guidellm's ITL (its TPOT is
+          the whole time / tokens)
+    gap   between two events of one stream, which may hold several tokens; vLLM's ITL
+
+tokens_per_second are the output tokens of the measured time / its seconds, of all requests.
 
 The measured time excludes the first --warm seconds, and in a closed loop ends with --seconds.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import random
 import statistics
@@ -173,13 +176,13 @@ def max_gap(answer: Answer) -> float:
 
 
 def spread(seconds: list[float]) -> dict[str, float] | None:
-    """Mean and percentiles, in milliseconds."""
+    """Mean and percentiles (the smallest value that so many do not exceed), in milliseconds."""
     if not seconds:
         return None
     ordered = sorted(seconds)
 
     def at(share: float) -> float:
-        return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)
+        return round(1000 * ordered[math.ceil(share * len(ordered)) - 1], 2)
 
     mean = round(1000 * statistics.fmean(ordered), 2)
     return {"mean": mean, "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)}

@@ -214,6 +214,9 @@ class ResponsesRequest(SamplingOverrides):
         check_names(self.model_extra or {}, type(self).model_fields, HINTS, REFUSED)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            name = "stream_options.continuous_usage_stats"
+            raise ApiError(400, f"{name}: a response has its usage at its end", param=name)
         return self
 
     @cached_property

@@ -93,6 +93,7 @@ class ServerFigures:
     """By drafter: the share of the guesses at each position that were accepted."""
     cycle_ms: dict[str, float] = field(default_factory=dict)
     """By part: milliseconds per verify pass."""
+    queue_ms: dict[str, float] = field(default_factory=dict)
     first_token_ms: dict[str, float] = field(default_factory=dict)
     between_tokens_ms: dict[str, float] = field(default_factory=dict)
     """By quantile."""
@@ -125,6 +126,7 @@ def figures_between(first: Reading, last: Reading) -> ServerFigures:
         passes_by_drafter={name: count / made for name, count, _ in drafts},
         acceptance=_acceptance(grown),
         cycle_ms={part: 1000 * s / passes for part, s in parts.items() if s} if passes else {},
+        queue_ms=_quantiles(grown, "vllm:request_queue_time_seconds"),
         first_token_ms=_quantiles(grown, "vllm:time_to_first_token_seconds"),
         between_tokens_ms=_quantiles(grown, "vllm:inter_token_latency_seconds"),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from rich.console import Group, RenderableType
@@ -59,7 +60,7 @@ def top(
 def _watch(url: str, interval: float, count: int, note: Callable[[ServerFigures], None]) -> None:
     readings = deque([read_metrics(url)], maxlen=WINDOW + 1)
     shown = 0
-    with Live(_waiting(url), console=console, auto_refresh=False) as live:
+    with _screen(url) as live:
         while not count or shown < count:
             time.sleep(interval)
             try:
@@ -75,6 +76,16 @@ def _watch(url: str, interval: float, count: int, note: Callable[[ServerFigures]
             note(figures)
             live.update(display(figures, url), refresh=True)
             shown += 1
+
+
+@contextmanager
+def _screen(url: str) -> Iterator[Live]:
+    try:
+        with Live(_waiting(url), console=console, auto_refresh=False) as live:
+            yield live
+    finally:
+        if not console.is_terminal:
+            console.line()  # rich ends the last line of terminals alone
 
 
 def _restarted(readings: deque[Reading]) -> bool:
@@ -104,6 +115,7 @@ def display(figures: ServerFigures, url: str) -> RenderableType:
         ("generated tok/s", _number(f.tokens_per_second, 1)),
         ("prompt tok/s", _number(f.prompt_tokens_per_second, 1)),
         ("prompts from the cache", "–" if f.cached is None else f"{f.cached:.0%}"),
+        ("in the queue", _milliseconds(f.queue_ms)),
         ("first token", _milliseconds(f.first_token_ms)),
         ("between tokens", _milliseconds(f.between_tokens_ms)),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import numpy as np
 
@@ -112,6 +112,7 @@ class Engine:
     def _step(self) -> list[Event]:
         events = self._drop_cancelled()
         for seq in self.scheduler.admit():
+            seq.seated = monotonic()
             self.drafter.reset(seq)
         events += self._prefill()
         if self.scheduler.running:

@@ -202,6 +202,9 @@ class Sequence:
     """Length of the prompt within `tokens`. Set here from `tokens`."""
     slot: int = -1
     """The target's KV slot, -1 while waiting. Written by the scheduler."""
+    seated: float | None = None
+    """When it got its slot, in seconds of `time.monotonic`; None while it waits. Written by the
+    engine."""
     prefilled: int = 0
     """Prompt tokens that are in the KV cache. Written by the scheduler."""
     cached: int = 0

@@ -46,6 +46,22 @@ def test_completion_streams_the_same_text_in_several_chunks(server):
     assert last.choices == [] and last.usage.completion_tokens == 30
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_each_chunk_has_the_usage_so_far(server, route):
+    ask = {"prompt": "abc"} if route == "completions" else {"messages": CHAT}
+    wish = {"include_usage": True, "continuous_usage_stats": True}
+    ask |= {"max_tokens": 30, "seed": LONG, "ignore_eos": True}
+    reply = server.post(route, **ask, stream=True, stream_options=wish)
+    *chunks, done = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    used = [json.loads(chunk)["usage"] for chunk in chunks]
+    counts = [usage["completion_tokens"] for usage in used]
+    assert done == "[DONE]" and len({usage["prompt_tokens"] for usage in used}) == 1
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-2:] == [30, 30]
+    wish["include_usage"] = False  # as vLLM: the other one goes with it
+    reply = server.post(route, **ask, stream=True, stream_options=wish)
+    assert '"usage"' not in reply.text
+
+
 def test_chat_whole_and_streamed(server):
     ask = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 25, "seed": 3}
     expected = TOKENIZER.decode(plain(CHAT_IDS, 25, 3))

@@ -275,6 +275,10 @@ def test_a_history_means_the_chat_it_was():
         ({"reasoning": {"effort": "wild"}}, ["effort"]),
         ({"brand_new": 1}, ["brand_new"]),
         ({"stream": None, "stream_options": {}}, ["stream_options"]),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            ["stream_options", "continuous_usage_stats"],
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

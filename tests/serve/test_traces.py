@@ -97,7 +97,8 @@ def test_a_span_tells_what_was_asked_and_what_came_of_it():
     assert collector.resources[0]["service.name"] == "specdec"
     known, counts = told(span.attributes), body["metrics"]["speculative_decoding"]
     seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
-    assert 0 < known.pop("gen_ai.latency.time_to_first_token") < seconds
+    first = known.pop("gen_ai.latency.time_to_first_token")
+    assert 0 <= known.pop("gen_ai.latency.time_in_queue") < first < seconds
     assert round(known.pop("specdec.tau"), 4) == counts["tokens_per_pass"]
     assert known == {
         "http.request.method": "POST",
@@ -136,6 +137,18 @@ def test_streams_chats_refusals_and_probes():
     assert told(refused.attributes)["http.response.status_code"] == 400
     assert refused.status.code == refused.status.STATUS_CODE_UNSET, "the client's fault"
     assert "secret" not in json.dumps([told(s.attributes) for s in collector.spans])
+
+
+def test_a_client_that_left_its_stream_is_a_499():
+    body = ASK | {"stream": True, "ignore_eos": True}
+    with tracing(pause=0.02) as (server, collector):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+        server.wait_until_idle()
+    (span,) = collector.spans
+    known = told(span.attributes)
+    assert known["http.response.status_code"] == 499
+    assert known["gen_ai.response.finish_reasons"] == ["abort"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

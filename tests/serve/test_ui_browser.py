@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.pictures import file_of, levels
@@ -205,6 +206,26 @@ def test_a_key_is_asked_for_and_kept_nowhere(visit):
         local, session, cookie = page.evaluate(kept)
         assert (local, cookie, page.context.cookies()) == (0, "", [])
         assert "Hello." in session and "secret" not in session
+
+
+def test_seconds_are_counted_while_a_request_waits_for_a_slot(visit):
+    with serving(ServedTarget(slots=1, pause=0.01, max_len=6000), k=0) as server:
+        page = visit(server)
+        wait = page.locator(".wait")
+        options(page, tokens="5")
+        body = {"prompt": "ab", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as other:
+            lines = other.iter_lines()  # its end would close the connection
+            next(lines)
+            page.get_by_label("Message", exact=True).fill("ab")
+            page.keyboard.press("Enter")
+            playwright.expect(wait).to_have_text("Waiting for the first token: 1 s")
+            playwright.expect(wait).to_have_text("Waiting for the first token: 2 s")
+            assert page.locator(".token").count() == 0
+        answered(page)
+        playwright.expect(wait).to_be_hidden()
+        assert page.locator(".token").count() > 0
 
 
 def test_a_second_turn_sends_the_first_and_mistakes_are_told(visit):

@@ -1,9 +1,10 @@
-"""`LLM.chat` with tools and thoughts: the same prompt and the same parts as the server's, for the
-same request; and mistakes, each one line."""
+"""`LLM.chat` and `LLM.stream` with tools and thoughts: the same prompt and the same parts as the
+server's, for the same request; and mistakes, each one line."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -82,24 +83,113 @@ def parsed(answer: specdec.Answer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("messages", "options", "body"),
-    [
-        (MESSAGES, {}, {}),
-        (HISTORY, {"tools": [ADD]}, {}),
-        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": "required"}, {}),
-        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": "none"}, {}),
-        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": RUN}, {}),
-        (MESSAGES, {"thinking": False}, {}),
-    ],
-    ids=["text", "history", "required", "none", "named", "no thought"],
-)
-def test_a_chat_is_the_servers(llm, server, messages, options, body):
-    answer = llm.chat(messages, temperature=0, max_tokens=40, **options)
+def wire(options: dict[str, Any]) -> dict[str, Any]:
+    """The server's names of the door's options."""
     wishes = {name: value for name, value in options.items() if name != "thinking"}
     if "thinking" in options:
         wishes["chat_template_kwargs"] = {"enable_thinking": options["thinking"]}
-    assert parsed(answer) == served(server, {"messages": messages, "max_tokens": 40, **wishes})
+    return wishes
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        (MESSAGES, {}),
+        (HISTORY, {"tools": [ADD]}),
+        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": "required"}),
+        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": "none"}),
+        (MESSAGES, {"tools": [ADD, RUN], "tool_choice": RUN}),
+        (MESSAGES, {"thinking": False}),
+    ],
+    ids=["text", "history", "required", "none", "named", "no thought"],
+)
+def test_a_chat_is_the_servers(llm, server, messages, options):
+    answer = llm.chat(messages, temperature=0, max_tokens=40, **options)
+    body = {"messages": messages, "max_tokens": 40, **wire(options)}
+    assert parsed(answer) == served(server, body)
+
+
+def streamed(server: Server, body: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the server's stream has, delta by delta: texts, thoughts, calls without their ids, and
+    the end."""
+    body = body | {"model": "mini", "temperature": 0, "stream": True}
+    reply = server.post("chat/completions", **body)
+    blocks = [block.removeprefix("data: ") for block in reply.text.split("\n\n") if block]
+    found: list[tuple[str, Any]] = []
+    for block in blocks[:-1]:
+        (choice,) = json.loads(block)["choices"]
+        said = choice["delta"]
+        found += [("thought", said.get("reasoning")), ("text", said.get("content"))]
+        for call in said.get("tool_calls", ()):
+            function = call["function"]
+            found.append((f"call {call['index']}", (function.get("name"), function["arguments"])))
+        found.append(("end", choice["finish_reason"]))
+    return [(name, part) for name, part in found if part]
+
+
+def pieces(chunk: specdec.Chunk) -> list[tuple[str, Any]]:
+    """The same of a chunk of the door's."""
+    calls = [(f"call {c.index}", (c.name, c.arguments_text)) for c in chunk.tool_calls]
+    found = [("thought", chunk.reasoning), ("text", chunk.text), *calls]
+    return [(name, part) for name, part in [*found, ("end", chunk.finish_reason)] if part]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": []},
+        {"tools": [ADD, RUN], "tool_choice": "required"},
+        {"tools": [ADD, RUN], "tool_choice": "none"},
+        {"tools": [ADD, RUN], "tool_choice": RUN},
+        {"thinking": False},
+    ],
+    ids=["text", "required", "none", "named", "no thought"],
+)
+def test_a_stream_is_the_servers(llm, server, options):
+    chunks = list(llm.stream(MESSAGES, temperature=0, max_tokens=40, **options))
+    body = {"messages": MESSAGES, "max_tokens": 40, **wire(options)}
+    assert [part for chunk in chunks for part in pieces(chunk)] == streamed(server, body)
+    ids = [call.id for chunk in chunks for call in chunk.tool_calls if call.name]
+    assert bool(ids) == (options.get("tool_choice") in ("required", RUN))
+    assert all(ids) and len(set(ids)) == len(ids)
+    whole = llm.chat(MESSAGES, temperature=0, max_tokens=40, **options)
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+
+
+def test_a_streams_thought_is_apart_from_the_text(llm, server, begun):
+    options = {"thinking_token_budget": 6, "max_tokens": 30}
+    chunks = list(
+        llm.stream(
+            MESSAGES, thinking=True, regex="[0-9]", temperature=0, logit_bias=begun, **options
+        )
+    )
+    body = options | wire({"thinking": True}) | {"messages": MESSAGES}
+    body["logit_bias"] = {str(token): bias for token, bias in begun.items()}
+    body["structured_outputs"] = {"regex": "[0-9]"}
+    found = [part for chunk in chunks for part in pieces(chunk)]
+    assert found == streamed(server, body)
+    assert {name for name, _ in found} == {"thought", "text", "end"}
+
+
+def test_a_stream_awaited_has_tools(llm):
+    options = {"tools": [ADD], "tool_choice": "required", "temperature": 0}
+
+    async def use() -> list[Any]:
+        return [
+            part
+            async for chunk in specdec.AsyncLLM(llm).stream(MESSAGES, **options)
+            for part in pieces(chunk)
+        ]
+
+    here = [part for chunk in llm.stream(MESSAGES, **options) for part in pieces(chunk)]
+    assert asyncio.run(use()) == here and here[0][0] == "call 0"
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [3, 4]])
+@pytest.mark.parametrize("options", [{"tools": [ADD]}, {"thinking": True}])
+def test_tools_and_thoughts_need_messages(llm, prompt, options):
+    with pytest.raises(UserError, match="give messages"):
+        next(iter(llm.stream(prompt, **options)))
 
 
 @pytest.mark.parametrize("most", [30, 6], ids=["whole", "cut"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.places import ROOT
 from tests.support.serving import ServedTarget, serving
-from tools.load import Answer, report
+from tools.load import Answer, report, spread
 
 TOOL = ROOT / "tools" / "load.py"
 
@@ -23,6 +23,12 @@ def test_times_are_as_defined():
     assert found["ttft_ms"]["p50"] == 500 and found["tpot_ms"]["p50"] == 200
     assert found["longest_gap_ms"]["p50"] == 800
     assert found["tokens_per_second"] == pytest.approx(0.6)
+
+
+def test_a_percentile_is_the_value_that_so_many_do_not_exceed():
+    found = spread([value / 1000 for value in range(20, 0, -1)])
+    assert found == {"mean": 10.5, "p50": 10, "p90": 18, "p99": 20}, "as guidellm has them"
+    assert spread([0.001, 0.002, 0.003]) == {"mean": 2, "p50": 2, "p90": 3, "p99": 3}
 
 
 @pytest.mark.parametrize("load", [["--users", "5"], ["--rate", "8"]])

@@ -117,6 +117,7 @@ async function exchange(path, sent, index, signal, begun = () => {}) {
   const replaced = conversation.replace(index, [turn]);
   $("race").hidden = true; // it would stand below the answer, and keep that from view
   turn.box.scrollIntoView({ block: "nearest" });
+  turn.wait();
   try {
     for await (const { at, choice } of stream(path, ask, signal)) {
       if (turn.empty) begun();

@@ -1,9 +1,11 @@
 // One exchange: the messages that were sent, and the answer.
 import { Answer } from "./answer.js";
 import { gather, resultsForm, shownCall } from "./calls.js";
-import { button, copier, element } from "./dom.js";
+import { announce, button, copier, element } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { thumbnail } from "./pictures.js";
+
+const TICK = 250; // ms
 
 export class Turn {
   text = "";
@@ -18,6 +20,8 @@ export class Turn {
   #note = element("p", "note");
   #tools = element("div", "tools");
   #drawing = 0; // the frame that will draw it
+  #wait = element("p", "wait");
+  #clock = 0; // what counts the wait's seconds
 
   /** path: the API's route; sent: its new messages; on: {edit, regenerate, results}, each with the
    * turn. */
@@ -25,7 +29,8 @@ export class Turn {
     [this.path, this.sent, this.on] = [path, sent, on];
     const title = element("h3", "unseen", "Answer");
     this.#thought.hidden = true;
-    this.box = element("article", "answer", title, this.answer.root, this.#thought);
+    this.#wait.hidden = true;
+    this.box = element("article", "answer", title, this.#wait, this.answer.root, this.#thought);
     this.box.append(this.#formatted, this.#calls, this.#note, this.#tools);
     const shown = sent.map((message) => this.#shownMessage(message));
     this.root = element("div", "turn", ...shown, this.box);
@@ -58,6 +63,23 @@ export class Turn {
     return [...this.sent, said];
   }
 
+  /** Count seconds until something of the answer is there: the server is busy, or reads. */
+  wait() {
+    const start = performance.now();
+    this.#clock = setInterval(() => {
+      const seconds = Math.floor((performance.now() - start) / 1000);
+      if (!seconds) return;
+      if (this.#wait.hidden) announce("Waiting for the first token");
+      this.#wait.hidden = false;
+      this.#wait.textContent = `Waiting for the first token: ${seconds} s`;
+    }, TICK);
+  }
+
+  #waited() {
+    clearInterval(this.#clock);
+    this.#wait.hidden = true;
+  }
+
   /** A chunk of the answer, which came at this time. */
   take(choice, at) {
     this.text += choice.delta?.content ?? choice.text ?? "";
@@ -66,6 +88,7 @@ export class Turn {
     for (const read of choice.speculation ?? []) this.#add(read, at);
     if (choice.finish_reason === "length") this.note = "Cut off: the limit of tokens is reached.";
     if (choice.notice) this.note = choice.notice;
+    if (!this.empty) this.#waited();
     this.#drawing ||= requestAnimationFrame(() => this.#draw());
   }
 
@@ -77,6 +100,7 @@ export class Turn {
   /** Nothing follows. */
   finish() {
     cancelAnimationFrame(this.#drawing);
+    this.#waited();
     this.answer.finish();
     this.#draw();
     this.#note.textContent = this.note;

@@ -99,12 +99,13 @@ def test_a_screen_of_a_server_under_load(server: Server, capsys, monkeypatch):
     assert told["model"] == "fake" and told["slots"] == 3
     assert told["tau"] >= 1 and told["speedup"] > 0 and told["tokens_per_second"] > 0
     assert told["acceptance"]["drafter"] and told["cycle_ms"]["verify"] > 0
-    assert told["first_token_ms"].keys() == {"p50", "p95"}
+    assert told["first_token_ms"].keys() == told["queue_ms"].keys() == {"p50", "p95"}
+    assert said.err.rstrip(" ").endswith("\n") and not said.err.endswith("\n\n")
     assert told["tau_by_drafter"].keys() <= {"drafter", "none"}
     assert told["tau_by_drafter"]["drafter"] > 1 and told["tau_by_drafter"].get("none", 1) == 1
     assert sum(told["passes_by_drafter"].values()) == pytest.approx(1, abs=0.001)
     words = "requests", "slots", "tau", "speed-up over plain", "passes", "position", "a cycle"
-    assert all(word in said.err for word in words)
+    assert all(word in said.err for word in (*words, "in the queue"))
 
 
 class HeldTarget(ServedTarget):
