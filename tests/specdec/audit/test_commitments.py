@@ -21,7 +21,7 @@ from tests.support.audits import answers, changed, relabelled
 TEXT = "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1, 2, 3]\n"
 UNUSED = 4001
 """A token of mini that no answer here has."""
-PROMPT = {"jax": 300, "cuda": 20}
+PROMPT = {"jax": 140, "cuda": 20}
 """Its tokens; with jax they are more than a prefill chunk, so that a part is kept."""
 TOKENS = {"jax": 34, "cuda": 6}
 """Of an answer; more than a block of ids with jax."""
