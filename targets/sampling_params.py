@@ -13,6 +13,24 @@ from specdec.core.types import Array, Sampling
 
 SPREAD = 0x9E3779B1
 """Factor of words in the second of `LogprobRows.checksums`: 2^32 divided by the golden ratio."""
+WORDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition",
+    "presence",
+    "frequency",
+    "top_k",
+    "seed, low",
+    "seed, high",
+    "bias, first sum",
+    "bias, second sum",
+)
+"""`LogprobRows.sampling`: the bits of each parameter, in force or not, and two sums over those of
+the row's biases, as `LogprobRows.checksums` are made. They are read where the sampler reads them,
+and only whole numbers are added: no order or fusion of operations changes a bit."""
+FLOATS = WORDS[:6]
+"""The first of them: leaves of `SamplingTable` in float32."""
 
 
 class SamplingTable(NamedTuple):

@@ -4,8 +4,10 @@ forgery passes exactly where generating anew gives its claim.
 python -m tests.audits --forgeries 3000 --seed 1
 python -m tests.audits --makers none ngram/device --forgeries 100    # a part
 
-Prints counts, and ends with code 1 at the first thing that is not so. A maker is DRAFTER,
-DRAFTER/device or DRAFTER/cuda (the CUDA target's references, on the CPU).
+Forgeries are drawn from the answers of all makers, a third each: ids and ends, requests, and the
+same requests with the log-probabilities and commitments of the honest answer. Prints counts, and
+ends with code 1 at the first thing that is not so. A maker is DRAFTER, DRAFTER/device or
+DRAFTER/cuda (the CUDA target's references, on the CPU).
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import argparse
 import json
 import random
 import shutil
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence as Seqs
+from collections.abc import Callable, Iterator, Sequence as Seqs
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from drafters import registry
 from drafters.none.host import NoDrafter
@@ -29,7 +34,7 @@ from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model, load_model
 from specdec.audit.identity import identity_of
 from specdec.audit.making import Identity
-from specdec.audit.receipt import Receipt
+from specdec.audit.receipt import Arithmetic, Receipt
 from specdec.audit.verdict import Verdict
 from specdec.audit.verify import judged_by, model_for
 from specdec.constraints.constraint import TextConstraint, TextRules, unpacked
@@ -41,7 +46,9 @@ from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Reuse, Sampling, Sequence
 from targets import mini
-from tests.support.audits import answers, changed
+from tests.support.audits import answers, changed, relabelled
+
+Found = TypeVar("Found")
 
 MAKERS = (
     "none",
@@ -152,14 +159,27 @@ def made(maker: str, draw: random.Random, **options: Any) -> tuple[list[Asked], 
     return asked, answers(engine, seqs, model.tokenizer, identity_of(model), stops)
 
 
-def judged(receipts: Seqs[Receipt]) -> list[Verdict]:
-    """By one model for each arithmetic."""
-    found: dict[int, Verdict] = {}
-    keyed = sorted(enumerate(receipts), key=lambda pair: pair[1].arithmetic.model_dump_json())
-    for _, pairs in groupby(keyed, key=lambda pair: pair[1].arithmetic):
-        numbers, own = zip(*pairs, strict=True)
-        found |= zip(numbers, judged_by(model_for(own[0].arithmetic, "mini"), own), strict=True)
+@cache
+def model_of(arithmetic: str) -> Model:
+    """mini with an arithmetic, given as JSON."""
+    return model_for(Arithmetic.model_validate_json(arithmetic), "mini")
+
+
+def by_arithmetic(
+    work: Callable[[Model, list[Receipt]], list[Found]], receipts: Seqs[Receipt]
+) -> list[Found]:
+    """What work finds of each receipt, with one model for each arithmetic."""
+    keyed = [(receipt.arithmetic.model_dump_json(), i) for i, receipt in enumerate(receipts)]
+    found: dict[int, Found] = {}
+    for arithmetic, pairs in groupby(sorted(keyed), key=itemgetter(0)):
+        numbers = [i for _, i in pairs]
+        results = work(model_of(arithmetic), [receipts[i] for i in numbers])
+        found |= zip(numbers, results, strict=True)
     return [found[i] for i in range(len(receipts))]
+
+
+def judged(receipts: Seqs[Receipt]) -> list[Verdict]:
+    return by_arithmetic(judged_by, receipts)
 
 
 def check_honest(receipts: list[Receipt]) -> None:
@@ -183,20 +203,34 @@ def forged_answers(receipts: Seqs[Receipt], draw: random.Random) -> Iterator[tup
     """Forged ids and ends, with the honest receipt: the request is the same."""
     while True:
         honest = draw.choice(receipts)
-        ids, kind = list(honest.answer.ids), draw.randrange(5)
-        at = draw.randrange(len(ids))
-        if kind < 3:
-            value = draw.randrange(4096)
-            yield changed(honest, "answer", "ids", at, value=value), honest
-        elif kind == 3:
-            cut = [*ids[: at + 1], *([] if draw.random() < 0.5 else [draw.randrange(4096)])]
-            yield changed(honest, "answer", "ids", value=cut), honest
-        else:
-            finish = draw.choice(["stop", "length", "tool_calls"])
-            yield changed(honest, "answer", "finish", value=finish), honest
+        forged = forged_answer(honest, draw)
+        if (forged.answer.ids, forged.answer.finish) != (honest.answer.ids, honest.answer.finish):
+            yield forged, honest
 
 
-def forged_requests(receipts: Seqs[Receipt], draw: random.Random) -> Iterator[Receipt]:
+def forged_answer(honest: Receipt, draw: random.Random) -> Receipt:
+    ids, kind = list(honest.answer.ids), draw.randrange(5)
+    at = draw.randrange(len(ids))
+    if kind < 3:
+        return changed(honest, "answer", "ids", at, value=draw.randrange(4096))
+    if kind == 3:
+        cut = [*ids[: at + 1], *([] if draw.random() < 0.5 else [draw.randrange(4096)])]
+        return changed(honest, "answer", "ids", value=cut)
+    finish = draw.choice(["stop", "length", "tool_calls"])
+    return changed(honest, "answer", "finish", value=finish)
+
+
+@dataclass(frozen=True)
+class Forged:
+    """A receipt of which one part was replaced."""
+
+    part: str
+    bare: Receipt
+    """Without what speaks for the weights and parameters beside the ids."""
+    whole: Receipt
+
+
+def forged_requests(receipts: Seqs[Receipt], draw: random.Random) -> Iterator[Forged]:
     while True:
         honest = draw.choice(receipts)
         s = honest.sampling
@@ -215,12 +249,17 @@ def forged_requests(receipts: Seqs[Receipt], draw: random.Random) -> Iterator[Re
             (("limits", "stop"), draw.choice(([], ["\n"], ["self"], [" "], ["return"]))),
             (("limits", "stop_ids"), draw.choice(([], [1], [9, 16], [215]))),
             (("constraint",), None),
+            (("commitments", "logits", 0), f"{draw.randrange(2**64):016x}"),
+            (("commitments", "sampling", 0), f"{draw.randrange(2**64):016x}"),
         ]
         path, value = draw.choice(drawn)
-        yield changed(honest, *path, value=value)
+        part = ".".join(key for key in path if isinstance(key, str))
+        bare, whole = (change(honest, *path, value=value) for change in (changed, relabelled))
+        if whole != honest:
+            yield Forged(part, bare, whole)
 
 
-def anew(model: Model, forged: Seqs[Receipt]) -> list[Receipt]:
+def anew(model: Model, forged: list[Receipt]) -> list[Receipt]:
     """What plain decoding gives these requests."""
     drafter, vocabulary = NoDrafter(), Vocabulary(model.tokenizer)
     cycle = host_cycle(model.target, drafter, 0)
@@ -240,18 +279,52 @@ def anew(model: Model, forged: Seqs[Receipt]) -> list[Receipt]:
     return answers(engine, seqs, model.tokenizer, identity, [r.limits.stop for r in forged])
 
 
-def check_forged(name: str, forged: Seqs[Receipt], right: Seqs[Receipt], model: Model) -> None:
-    """Each is verified exactly where its claim is right, and a wrong id is named at its place."""
-    counts: Counter[str] = Counter()
-    for claim, true, verdict in zip(forged, right, judged_by(model, forged), strict=True):
-        same = (claim.answer.ids, claim.answer.finish) == (true.answer.ids, true.answer.finish)
-        assert (verdict.kind == "verified") == same, (verdict, claim.to_text(), true.to_text())
-        pairs = zip(claim.answer.ids, true.answer.ids, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if verdict.kind == "differs":
-            assert verdict.at == first, (verdict, claim.to_text(), true.to_text())
-        counts[verdict.kind] += 1
-    print(f"{name}: {len(forged)} {dict(counts)}, each as generating anew has it", flush=True)
+def check_answers(forged: Seqs[Receipt], honest: Seqs[Receipt]) -> None:
+    verdicts = judged(forged)
+    for claim, true, verdict in zip(forged, honest, verdicts, strict=True):
+        check(claim, true, verdict)
+    counts = dict(Counter(verdict.kind for verdict in verdicts))
+    print(f"ids and ends: {len(forged)} {counts}, each as generating has it", flush=True)
+
+
+def check_requests(forged: Seqs[Forged]) -> None:
+    """Prints for each part how many were forged, and how many of them passed."""
+    bare, whole = [each.bare for each in forged], [each.whole for each in forged]
+    right = by_arithmetic(anew, whole)
+    passed: Counter[tuple[str, str]] = Counter()
+    for form, claims in ("ids", bare), ("all", whole):
+        verdicts = judged(claims)
+        for each, claim, true, verdict in zip(forged, claims, right, verdicts, strict=True):
+            check(claim, true, verdict)
+            passed[each.part, form] += verdict.kind == "verified"
+        counts = dict(Counter(verdict.kind for verdict in verdicts))
+        print(f"requests by {form}: {len(claims)} {counts}, each as generating anew has it")
+    for part, count in sorted(Counter(each.part for each in forged).items()):
+        by_ids, by_all = passed[part, "ids"], passed[part, "all"]
+        print(f"  {part}: {count} forged, pass {by_ids} by ids, {by_all} with commitments")
+    sys.stdout.flush()
+
+
+def check(claim: Receipt, true: Receipt, verdict: Verdict) -> None:
+    """It is verified exactly where the claim is what generating gives, and a wrong id is named at
+    its place."""
+    shown = verdict, claim.to_text(), true.to_text()
+    assert (verdict.kind == "verified") == (claimed_of(claim) == given_for(claim, true)), shown
+    pairs = zip(claim.answer.ids, true.answer.ids, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    assert verdict.kind != "differs" or verdict.at == first, shown
+
+
+def claimed_of(claim: Receipt) -> tuple[Any, ...]:
+    """All that is claimed of an answer."""
+    return claim.answer, claim.logprobs, claim.commitments
+
+
+def given_for(claim: Receipt, true: Receipt) -> tuple[Any, ...]:
+    """The same of the right answer, without what is not claimed."""
+    text = None if claim.answer.text is None else true.answer.text
+    answer = true.answer.model_copy(update={"text": text})
+    return answer, claim.logprobs and true.logprobs, claim.commitments and true.commitments
 
 
 def one_bit_changed(folder: Path) -> Path:
@@ -268,15 +341,15 @@ def one_bit_changed(folder: Path) -> Path:
     return model
 
 
-def check_others(asked_seed: int, honest: Seqs[Receipt], model: Model) -> None:
+def check_others(asked_seed: int, honest: Seqs[Receipt]) -> None:
     """Answers of other arithmetics and of other weights that are claimed for these."""
     with TemporaryDirectory() as folder:
         weights = {"one bit of the weights": {"model": str(one_bit_changed(Path(folder)))}}
-        _check_others(OTHER | weights, asked_seed, honest, model)
+        _check_others(OTHER | weights, asked_seed, honest)
 
 
 def _check_others(
-    others: dict[str, dict[str, Any]], asked_seed: int, honest: Seqs[Receipt], model: Model
+    others: dict[str, dict[str, Any]], asked_seed: int, honest: Seqs[Receipt]
 ) -> None:
     for name, options in others.items():
         _, receipts = made("none", random.Random(asked_seed), **options)
@@ -287,10 +360,11 @@ def _check_others(
         numbers = [r.model_copy(update={"commitments": None}) for r in claimed]
         alone = [r.model_copy(update={"logprobs": None}) for r in numbers]
         each = alone, numbers, claimed
-        seen = [sum(v.false for v in judged_by(model, some)) for some in each]
-        for r, h, v in zip(alone, honest, judged_by(model, alone), strict=True):
-            same = (r.answer.ids, r.answer.finish) == (h.answer.ids, h.answer.finish)
-            assert (v.kind == "verified") == same, (v, r.to_text())
+        verdicts = [judged(some) for some in each]
+        seen = [sum(verdict.false for verdict in some) for some in verdicts]
+        for some, found in zip(each, verdicts, strict=True):
+            for triple in zip(some, honest, found, strict=True):
+                check(*triple)
         print(
             f"{name}, claimed for mini in float32: seen in {seen[0]} of {len(claimed)} by ids, "
             f"in {seen[1]} with log-probabilities, in {seen[2]} with commitments",
@@ -306,20 +380,18 @@ def main() -> None:
     options = parser.parse_args()
     every: list[Receipt] = []
     for maker in options.makers:
-        _, receipts = made(maker, random.Random(options.seed))
+        _, receipts = made(maker, random.Random(f"{options.seed} {maker}"))
         print(f"{maker}: {len(receipts)} answers", flush=True)
         every += receipts
     check_honest(every)
-    _, honest = made("none", random.Random(options.seed))
-    model = model_for(honest[0].arithmetic, "mini")
-    draw, count = random.Random(options.seed), options.forgeries // 2
-    drawn = forged_answers(honest, draw)
+    draw, count = random.Random(options.seed), options.forgeries // 3
+    drawn = forged_answers(every, draw)
     pairs = [next(drawn) for _ in range(count)]
-    check_forged("answers", [f for f, _ in pairs], [h for _, h in pairs], model)
-    requested = forged_requests(honest, draw)
-    forged = [next(requested) for _ in range(count)]
-    check_forged("requests", forged, anew(model, forged), model)
-    check_others(options.seed, honest, model)
+    check_answers([f for f, _ in pairs], [h for _, h in pairs])
+    requested = forged_requests(every, draw)
+    check_requests([next(requested) for _ in range(count)])
+    _, honest = made("none", random.Random(options.seed))
+    check_others(options.seed, honest)
 
 
 if __name__ == "__main__":

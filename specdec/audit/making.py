@@ -108,7 +108,7 @@ def _witnesses(logprobs: Seqs[TokenLogprob] | None) -> dict[str, Any]:
         return {}
     return {
         "logprobs": packed_floats([each.logprob for each in logprobs]),
-        "commitments": commitments_of([each.checksum for each in logprobs]),
+        "commitments": commitments_of(logprobs),
     }
 
 

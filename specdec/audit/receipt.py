@@ -10,18 +10,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Sequence as Seqs
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specdec.core.errors import UserError
-from specdec.core.types import MAX_DRAFT, Sampling
+from specdec.core.types import MAX_DRAFT, Sampling, TokenLogprob
 
-FORMAT = "specdec-receipt/2"
+FORMAT = "specdec-receipt/3"
 """The number that is written."""
-WITHOUT_COMMITMENTS = "specdec-receipt/1"
-"""An older number that is read too."""
+COMMITTED = {
+    "specdec-receipt/1": (),
+    "specdec-receipt/2": ("logits",),
+    FORMAT: ("logits", "sampling"),
+}
+"""The numbers that are read, and what each one's commitments have."""
 BLOCK = 32
 """Ids of an answer for which there is one commitment."""
 MOST_BYTES = 32 * 2**20
@@ -44,6 +49,9 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 Finish = Literal["stop", "length", "tool_calls"]
+Blocks = Annotated[
+    tuple[Annotated[str, Field(pattern=r"\A[0-9a-f]{16}\z")], ...], Field(max_length=MOST_IDS)
+]
 
 
 class Part(BaseModel):
@@ -182,16 +190,22 @@ class CommitmentsPart(Part):
 
     block: Literal[32]
     """Ids of a block."""
-    logits: Annotated[
-        tuple[Annotated[str, Field(pattern=r"\A[0-9a-f]{16}\z")], ...], Field(max_length=MOST_IDS)
-    ]
+    logits: Blocks
     """Of the bits of all logits before any shaping: weights and arithmetic."""
+    sampling: Blocks | None = None
+    """Of the same bits, together with what else the sampler read there: parameters, seed and
+    biases."""
+
+    def digests(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Those that there are, by name."""
+        named = ("logits", self.logits), ("sampling", self.sampling)
+        return [(name, blocks) for name, blocks in named if blocks is not None]
 
 
 class Receipt(Part):
     """One answer with all that decides it."""
 
-    format: Literal["specdec-receipt/1", "specdec-receipt/2"]
+    format: Literal["specdec-receipt/1", "specdec-receipt/2", "specdec-receipt/3"]
     model: ModelPart
     arithmetic: Arithmetic
     prompt: PromptPart
@@ -218,12 +232,15 @@ class Receipt(Part):
         return self
 
     def _check_commitments(self, found: CommitmentsPart) -> None:
-        if self.format == WITHOUT_COMMITMENTS:
-            raise ValueError(f"commitments need format {FORMAT!r}")
+        names = tuple(name for name, _ in found.digests())
+        if names != COMMITTED[self.format]:
+            right = " and ".join(COMMITTED[self.format]) or "none"
+            raise ValueError(f"the commitments of {self.format} are {right}")
         if self.logprobs is None:
             raise ValueError("commitments go with logprobs")
-        if len(found.logits) != -(-len(self.answer.ids) // BLOCK):
-            raise ValueError(f"commitments.logits must have one digest for {BLOCK} ids")
+        for name, blocks in found.digests():
+            if len(blocks) != -(-len(self.answer.ids) // BLOCK):
+                raise ValueError(f"commitments.{name} must have one digest for {BLOCK} ids")
 
     def chosen_logprobs(self) -> np.ndarray:
         """`logprobs` as float32 [ids]."""
@@ -250,6 +267,8 @@ class Receipt(Part):
                 del document[name]
         if self.answer.text is None:
             del document["answer"]["text"]
+        if self.commitments is not None and self.commitments.sampling is None:
+            del document["commitments"]["sampling"]
         return document
 
 
@@ -288,7 +307,7 @@ def _no_constant(name: str) -> None:
 
 def _check_format(document: Any) -> None:
     found = document.get("format") if isinstance(document, dict) else None
-    if found not in (FORMAT, WITHOUT_COMMITMENTS):
+    if found not in COMMITTED:
         raise UserError(f"it is not a receipt that is read here: format must be {FORMAT!r}")
 
 
@@ -331,12 +350,17 @@ def packed_floats(values: list[float]) -> str:
     return base64.b64encode(np.array(values, "<f4").tobytes()).decode()
 
 
-def commitments_of(checksums: list[int]) -> CommitmentsPart:
-    """Of `TokenLogprob.checksum` of each id."""
-    packed = np.array(checksums, "<u8")
-    blocks = [packed[i : i + BLOCK].tobytes() for i in range(0, len(packed), BLOCK)]
-    digests = tuple(hashlib.sha256(block).hexdigest()[:DIGEST_DIGITS] for block in blocks)
-    return CommitmentsPart(block=BLOCK, logits=digests)
+def commitments_of(chosen: Seqs[TokenLogprob]) -> CommitmentsPart:
+    """Of each id."""
+    logits = [each.checksum.to_bytes(8, "little") for each in chosen]
+    sampling = [own + each.sampling for own, each in zip(logits, chosen, strict=True)]
+    return CommitmentsPart(block=BLOCK, logits=_blocks(logits), sampling=_blocks(sampling))
+
+
+def _blocks(parts: list[bytes]) -> tuple[str, ...]:
+    """A digest for each block of ids."""
+    blocks = [b"".join(parts[i : i + BLOCK]) for i in range(0, len(parts), BLOCK)]
+    return tuple(hashlib.sha256(block).hexdigest()[:DIGEST_DIGITS] for block in blocks)
 
 
 def shortest(value: float) -> float:

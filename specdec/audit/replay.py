@@ -273,13 +273,14 @@ def _false_logprob(row: Row) -> Verdict | None:
 def _false_commitment(row: Row) -> Verdict | None:
     if row.receipt.commitments is None:
         return None
-    claimed = row.receipt.commitments.logits
-    right = commitments_of([each.checksum for each in row.logprobs]).logits
-    pairs = enumerate(zip(claimed, right, strict=True))
-    at = next((block for block, (a, b) in pairs if a != b), None)
-    if at is None:
-        return None
-    return Verdict("commitment differs", at=at, claimed=claimed[at], right=right[at])
+    right = dict(commitments_of(row.logprobs).digests())
+    for name, claimed in row.receipt.commitments.digests():
+        pairs = enumerate(zip(claimed, right[name], strict=True))
+        at = next((block for block, (a, b) in pairs if a != b), None)
+        if at is not None:
+            shown = f"{name} {claimed[at]}"
+            return Verdict("commitment differs", at=at, claimed=shown, right=right[name][at])
+    return None
 
 
 def _last_logprob(event: Event, token: int) -> float | None:

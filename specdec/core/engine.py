@@ -317,11 +317,13 @@ def _logprob_rows(
     chosen = np.asarray(logprobs.chosen)[row]
     ids, values = np.asarray(logprobs.top_ids)[row], np.asarray(logprobs.top_logprobs)[row]
     sums = np.asarray(logprobs.checksums)[row].astype(np.uint64)
+    sampling = np.asarray(logprobs.sampling)[row].astype("<u4").tobytes()
     return tuple(
         TokenLogprob(
             float(chosen[j]),
             tuple((int(i), float(v)) for i, v in zip(ids[j, :n], values[j, :n], strict=True)),
             int(sums[j, 0] | sums[j, 1] << np.uint64(32)),
+            sampling,
         )
         for j in range(count)
     )

@@ -256,17 +256,19 @@ class LogprobRows:
     """Log-probabilities of the unshaped distribution, one row per position.
 
     chosen [B, T] float32; top_ids and top_logprobs [B, T, n], best first; checksums [B, T, 2], two
-    sums modulo 2^32 over the bits of all logits, which no order of summation changes.
+    sums modulo 2^32 over the bits of all logits, which no order of summation changes; sampling [B,
+    11], 32-bit words of what else the sampler reads of a row: `targets.sampling_params.WORDS`.
     """
 
     chosen: Array
     top_ids: Array
     top_logprobs: Array
     checksums: Array
+    sampling: Array
 
     def each(self, function: Callable[[Array], Array]) -> LogprobRows:
         """function of every array."""
-        parts = self.chosen, self.top_ids, self.top_logprobs, self.checksums
+        parts = self.chosen, self.top_ids, self.top_logprobs, self.checksums, self.sampling
         return LogprobRows(*map(function, parts))
 
 
@@ -359,12 +361,13 @@ class Round:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One emitted token's log-probability, the best alternatives (id, logprob), best first, and the
-    64 bits of `LogprobRows.checksums`."""
+    """One emitted token's log-probability, the best alternatives (id, logprob), best first, the 64
+    bits of `LogprobRows.checksums`, and its row of `LogprobRows.sampling`, little endian."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
     checksum: int
+    sampling: bytes
 
 
 @dataclass(frozen=True)

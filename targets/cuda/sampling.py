@@ -14,7 +14,7 @@ from specdec.core.types import MAX_LOGPROBS, LogprobRows
 from targets import sampling_params
 from targets.cuda.noise import from_uniform, uniform
 from targets.cuda.ops import Rows
-from targets.sampling_params import SPREAD, SamplingTable
+from targets.sampling_params import FLOATS, SPREAD, Rules, SamplingTable
 
 
 def blank_table(slots: int, device: str) -> SamplingTable:
@@ -139,13 +139,28 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >> 31 == 1, ~bits & 0xFFFFFFFF, bits | 0x80000000)
 
 
-def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobRows:
+def logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, rules: Rules, slot: torch.Tensor
+) -> LogprobRows:
     """Log-probabilities of the unshaped distribution (temperature 1, nothing cut): of the chosen
-    tokens and the best 20. Tensors on the device of logits [B, T, V] and chosen [B, T]."""
+    tokens and the best 20. Tensors on the device of logits [B, T, V], chosen [B, T] and slot [B],
+    whose `rules` they were chosen by."""
     log_p = logits.log_softmax(-1)
     values, ids = log_p.topk(min(MAX_LOGPROBS, log_p.shape[-1]), -1)
     picked = log_p.gather(-1, chosen[..., None].long())[..., 0]
-    return LogprobRows(picked, ids.int(), values, _checksums(logits))
+    words = _sampling_words(rules, slot.clamp(min=0))
+    return LogprobRows(picked, ids.int(), values, _checksums(logits), words)
+
+
+def _sampling_words(rules: Rules, slot: torch.Tensor) -> torch.Tensor:
+    """`LogprobRows.sampling`, int64."""
+    table = rules.sampling_params
+    floats = torch.stack([getattr(table, name) for name in FLOATS], -1)
+    bits = floats.view(torch.int32).long() & 0xFFFFFFFF
+    words = torch.cat([bits, table.top_k.long()[:, None], table.seed], -1)
+    return torch.cat(
+        [words.index_select(0, slot), _checksums(rules.bias.index_select(0, slot))], -1
+    )
 
 
 def _checksums(logits: torch.Tensor) -> torch.Tensor:

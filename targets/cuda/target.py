@@ -191,9 +191,8 @@ class CudaTarget:
         logits = logits[:, None]
         masks = mask_rows(seqs, np.empty((len(seqs), 0), np.int32), self.vocab)
         chosen = self.choose(logits, last, sampler_needed(seqs), self.on_device(masks))
-        wanted = logprobs_wanted(seqs)
-        details = sampling.on_host(sampling.logprobs(logits, chosen)) if wanted else None
-        return chosen.cpu().numpy(), details
+        details = self._details(logits, chosen, last) if logprobs_wanted(seqs) else None
+        return chosen.cpu().numpy(), details and sampling.on_host(details)
 
     def together(self, lengths: Seqs[int]) -> list[int]:
         size = self._padded_together(lengths[0])
@@ -350,7 +349,7 @@ class CudaTarget:
         yield None
         masks = self.on_device(mask_rows(seqs, draft, self.vocab))
         chosen = self.choose(logits, rows, needs_sampler, masks)
-        yield Chosen(chosen, sampling.logprobs(logits, chosen) if logprobs else None, features)
+        yield Chosen(chosen, self._details(logits, chosen, rows) if logprobs else None, features)
 
     def feed(self, seqs: Seqs[Sequence], draft: Array) -> Rows:
         """Each sequence's last token and its draft [B, k], as `forward` takes them."""
@@ -375,7 +374,7 @@ class CudaTarget:
         logits, features = self.logits(rows, Choosing(self.rules, needs_sampler) if bare else None)
         allowed = None if masks is None else masks()
         chosen = self.choose(logits, rows, needs_sampler, allowed)
-        details = sampling.logprobs(logits, chosen) if logprobs else None
+        details = self._details(logits, chosen, rows) if logprobs else None
         return Chosen(chosen, details, features)
 
     @torch.inference_mode()
@@ -418,6 +417,10 @@ class CudaTarget:
         """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax.
         masks [B, T, words] int32: what may be chosen."""
         return self.ops.choose(logits, self.rules, rows, needs_sampler, masks)
+
+    def _details(self, logits: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> LogprobRows:
+        """Of what `choose` chose for these rows."""
+        return sampling.logprobs(logits, chosen, self.rules, rows.slot)
 
     @property
     def rules(self) -> Rules:

@@ -133,7 +133,9 @@ class _TracedTarget:
             scripted = coming(inputs.script.scripted, batch.length, plan.width)
             chosen = scripted_choice(scripted, chosen)
         self.state = replace(batch, cache=cache)
-        details = sampling.logprobs(logits, chosen) if self.plan.logprobs else None
+        details = None
+        if self.plan.logprobs:
+            details = sampling.logprobs(logits, chosen, rules.bias, rules.sampling_params)
         width = draft.shape[1] + 1
         features = None if out.features is None else out.features[:, :width]
         return Step(chosen[:, :width], features, details)

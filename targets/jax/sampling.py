@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from specdec.core.constraint import WORD
 from specdec.core.types import MAX_LOGPROBS, Array, LogprobRows
 from targets.jax.noise import gumbel
-from targets.sampling_params import SPREAD, SamplingTable
+from targets.sampling_params import FLOATS, SPREAD, SamplingTable
 
 
 def choose_greedy(logits: Array, bias: Array) -> Array:
@@ -154,12 +154,28 @@ def _ordered(values: Array) -> Array:
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 
 
-def logprobs(logits: Array, chosen: Array) -> LogprobRows:
-    """Log-probabilities of the unshaped distribution (temperature 1, nothing cut), best 20."""
+def logprobs(
+    logits: Array, chosen: Array, bias: Array, sampling_params: SamplingTable
+) -> LogprobRows:
+    """Log-probabilities of the unshaped distribution (temperature 1, nothing cut), best 20. The
+    rows of logits [B, T, V], chosen [B, T], bias [B, V] and the table are the same."""
     log_p = jax.nn.log_softmax(logits, -1)
     values, ids = _best(log_p, min(MAX_LOGPROBS, log_p.shape[-1]))
     picked = jnp.take_along_axis(log_p, chosen[..., None], -1)[..., 0]
-    return LogprobRows(picked, ids, values, _checksums(logits))
+    words = _sampling_words(bias, sampling_params)
+    return LogprobRows(picked, ids, values, _checksums(logits), words)
+
+
+def _sampling_words(bias: Array, sampling_params: SamplingTable) -> Array:
+    """`LogprobRows.sampling`, uint32."""
+    floats = jnp.stack([getattr(sampling_params, name) for name in FLOATS], -1)
+    parts = (
+        jax.lax.bitcast_convert_type(floats, jnp.uint32),
+        sampling_params.top_k.astype(jnp.uint32)[:, None],
+        sampling_params.seed,
+        _checksums(bias),
+    )
+    return jnp.concatenate(parts, -1)
 
 
 def _checksums(logits: Array) -> Array:
@@ -190,6 +206,6 @@ def _best(log_p: Array, count: int) -> tuple[Array, Array]:
 
 jax.tree_util.register_dataclass(
     LogprobRows,
-    data_fields=["chosen", "top_ids", "top_logprobs", "checksums"],
+    data_fields=["chosen", "top_ids", "top_logprobs", "checksums", "sampling"],
     meta_fields=[],
 )

@@ -78,6 +78,7 @@ class JaxTarget(OneByOne):
         # a program of its own: rows that are not constrained then run the same one as ever
         self._masked = jax.jit(sampling.masked)
         self._logprobs = jax.jit(sampling.logprobs, **read_by_host)
+        self._logprobs_one = jax.jit(_logprobs_one, **read_by_host)
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         *_, step = self.prefill_parts(seq, start, stop)
@@ -117,8 +118,10 @@ class JaxTarget(OneByOne):
         masks = mask_rows([seq], np.empty((1, 0), np.int32), self.vocab)
         logits = out.logits if masks is None else self._masked(out.logits, masks)
         needs_sampler = seq.sampling.needs_sampler
-        chosen = self._choose_one(needs_sampler, logits, self._rules(), last, slot)
-        details = self._logprobs(out.logits, chosen) if seq.sampling.logprobs is not None else None
+        rules, details = self._rules(), None
+        chosen = self._choose_one(needs_sampler, logits, rules, last, slot)
+        if seq.sampling.logprobs is not None:
+            details = self._logprobs_one(out.logits, chosen, rules, slot)
         return Step(np.asarray(chosen), out.features, details)
 
     def _merged(
@@ -146,9 +149,10 @@ class JaxTarget(OneByOne):
         # made while the device computes the forward
         masks = mask_rows(seqs, draft, self.vocab)
         logits = out.logits if masks is None else self._restricted(out.logits, masks, rows)
-        chosen = self._choose(needs_sampler, logits, self._rules(), feed)
-        wanted = any(seq.sampling.logprobs is not None for seq in seqs)
-        details = self._logprobs(out.logits, chosen) if wanted else None
+        rules, details = self._rules(), None
+        chosen = self._choose(needs_sampler, logits, rules, feed)
+        if any(seq.sampling.logprobs is not None for seq in seqs):
+            details = self._logprobs(out.logits, chosen, rules.bias, rules.sampling_params)
         return Step(
             np.asarray(chosen)[rows, : k + 1],
             out.features,
@@ -227,10 +231,21 @@ def _choose_one(
     needs_sampler: bool, logits: Array, rules: Rules, last: Array, slot: Array
 ) -> Array:
     """The token after a prompt's last position [1, 1], by the same rules as in `verify`."""
-    own = Rules(*jax.tree.map(lambda leaf: leaf[slot][None], rules))
+    own = _own_rules(rules, slot)
     if not needs_sampler:
         return sampling.choose_greedy(logits, own.bias)
     return sampling.choose(logits, *own, last)
+
+
+def _logprobs_one(logits: Array, chosen: Array, rules: Rules, slot: Array) -> LogprobRows:
+    """`sampling.logprobs` of what `_choose_one` chose."""
+    own = _own_rules(rules, slot)
+    return sampling.logprobs(logits, chosen, own.bias, own.sampling_params)
+
+
+def _own_rules(rules: Rules, slot: Array) -> Rules:
+    """One slot's, as a batch of one row."""
+    return Rules(*jax.tree.map(lambda leaf: leaf[slot][None], rules))
 
 
 def pick_rows(details: LogprobRows, rows: np.ndarray) -> LogprobRows:

@@ -31,7 +31,7 @@ def test_text_never_depends_on_how_tokens_were_grouped(ids, sizes, stops, finish
         groups.pop()
     for i, group in enumerate(groups or [[]]):
         last = i == max(len(groups) - 1, 0)
-        logprobs = tuple(TokenLogprob(-1.0, (), 0) for _ in group)
+        logprobs = tuple(TokenLogprob(-1.0, (), 0, b"") for _ in group)
         update = Update(0, tuple(group), logprobs, finish if last else None)
         piece = choice.feed(update)
         text += piece.text
@@ -51,7 +51,7 @@ def test_text_never_depends_on_how_tokens_were_grouped(ids, sizes, stops, finish
 def test_half_a_character_waits_for_the_other_half():
     tokens = [ALPHABET.index(c) for c in "a.b.c".replace(".", "x")]
     choice = ChoiceText(HalvesTokenizer(), ["b"])
-    logprobs = (TokenLogprob(-1.0, (), 0),)
+    logprobs = (TokenLogprob(-1.0, (), 0, b""),)
     pieces = [choice.feed(Update(0, (t,), logprobs)) for t in tokens[:3]]
     assert [p.text for p in pieces] == ["", "a", ""]
     assert [len(p.tokens) for p in pieces] == [0, 2, 0]

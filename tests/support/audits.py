@@ -85,15 +85,25 @@ def answers(
 def changed(receipt: Receipt, *path: Any, value: Any) -> Receipt:
     """The receipt with one value of its JSON replaced, and without the text and log-probabilities
     of the claim, which would give away what its ids don't."""
+    document = _with(receipt, path, value)
+    document.pop("logprobs", None)
+    document.pop("commitments", None)
+    document["answer"].pop("text", None)
+    return read_receipt(text_of(document))
+
+
+def relabelled(receipt: Receipt, *path: Any, value: Any) -> Receipt:
+    """The receipt with one value of its JSON replaced, and all else as it was."""
+    return read_receipt(text_of(_with(receipt, path, value)))
+
+
+def _with(receipt: Receipt, path: Seqs[Any], value: Any) -> dict[str, Any]:
     document = receipt.to_json()
     place = document
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    document.pop("logprobs", None)
-    document.pop("commitments", None)
-    document["answer"].pop("text", None)
-    return read_receipt(text_of(document))
+    return document
 
 
 def text_of(document: Any) -> bytes:

@@ -31,6 +31,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.protocols import Drafter
 from specdec.core.types import LogprobRows, Sampling, Sequence, Step
+from targets.sampling_params import split_seed
 from tests.support.fakes import FakeTarget, ScriptedTarget
 from tests.support.fakes_text import ALPHABET, EOS, CharTokenizer
 from tests.support.templates import tokenizer_with
@@ -50,19 +51,20 @@ class ServedTarget(FakeTarget):
     def prefill(self, seq, start, stop):
         if self.poisoned and POISON in seq.tokens[start:stop]:
             raise MemoryError("no room for this one")
-        return self._with_logprobs(super().prefill(seq, start, stop))
+        return self._with_logprobs(super().prefill(seq, start, stop), [seq])
 
     def verify(self, seqs, draft):
         time.sleep(self.pause)
         if self.broken:
             raise RuntimeError("device lost")
-        return self._with_logprobs(super().verify(seqs, draft))
+        return self._with_logprobs(super().verify(seqs, draft), seqs)
 
-    def _with_logprobs(self, step: Step) -> Step:
+    def _with_logprobs(self, step: Step, seqs) -> Step:
         ids = (step.chosen[..., None] + np.arange(20)) % self.vocab
         values = -(step.chosen[..., None] / 10 + np.arange(20)).astype(np.float32)
         sums = np.stack([step.chosen, step.chosen + 7], -1).astype(np.uint32)
-        return Step(step.chosen, None, LogprobRows(values[..., 0], ids, values, sums))
+        seeds = np.array([split_seed(seq.sampling.seed) for seq in seqs])
+        return Step(step.chosen, None, LogprobRows(values[..., 0], ids, values, sums, seeds))
 
 
 @dataclass

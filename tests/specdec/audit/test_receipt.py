@@ -48,10 +48,12 @@ def test_a_receipt_is_read_as_it_was_written(receipt):
     assert len(again.chosen_logprobs()) == len(again.answer.ids) == 9
 
 
-def test_the_older_format_is_read(receipt):
-    document = receipt.to_json() | {"format": "specdec-receipt/1"}
-    del document["commitments"]
-    assert read_receipt(text_of(document)).answer == receipt.answer
+def test_older_formats_are_read_and_written_again(receipt):
+    first, second = (receipt.to_json() | {"format": f"specdec-receipt/{n}"} for n in (1, 2))
+    del first["commitments"], second["commitments"]["sampling"]
+    for document in (first, second):
+        again = read_receipt(text_of(document))
+        assert again.answer == receipt.answer and again.to_json() == document
 
 
 HOSTILE = {
@@ -73,9 +75,12 @@ HOSTILE = {
     "recite": (("constraint",), {"recite": [1, 2, 3]}),
     "an unknown key": (("answer", "bonus"), 1),
     "an unknown part": (("bonus",), {}),
-    "another format": (("format",), "specdec-receipt/3"),
-    "commitments in the older format": (("format",), "specdec-receipt/1"),
+    "another format": (("format",), "specdec-receipt/4"),
+    "commitments in the first format": (("format",), "specdec-receipt/1"),
+    "commitments to sampling in the second format": (("format",), "specdec-receipt/2"),
+    "no commitments to sampling": (("commitments", "sampling"), None),
     "too few commitments": (("commitments", "logits"), []),
+    "too many commitments to sampling": (("commitments", "sampling"), ["0" * 16] * 2),
     "commitments of other blocks": (("commitments", "block"), 16),
     "commitments without log-probabilities": (("logprobs",), None),
     "a list for an object": (("limits",), []),

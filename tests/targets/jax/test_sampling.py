@@ -231,5 +231,6 @@ def test_the_likeliest_come_in_order_and_ties_by_id():
     random = np.random.default_rng(0)
     for vocab in (4096, 321):
         logits = np.round(random.standard_normal((2, 3, vocab)) * 2).astype(np.float32)
-        best = sampling.logprobs(jnp.asarray(logits), jnp.zeros((2, 3), jnp.int32))
+        rules = np.zeros((2, vocab), np.float32), blank_table(2)
+        best = sampling.logprobs(jnp.asarray(logits), jnp.zeros((2, 3), jnp.int32), *rules)
         assert (best.top_ids == np.argsort(-logits, -1, stable=True)[..., :MAX_LOGPROBS]).all()
