@@ -155,7 +155,7 @@ def logprobs(
 def _sampling_words(rules: Rules, slot: torch.Tensor) -> torch.Tensor:
     """`LogprobRows.sampling`, int64."""
     table = rules.sampling_params
-    floats = torch.stack([getattr(table, name) for name in FLOATS], -1)
+    floats = torch.stack([table._asdict()[name] for name in FLOATS], -1)
     bits = floats.view(torch.int32).long() & 0xFFFFFFFF
     words = torch.cat([bits, table.top_k.long()[:, None], table.seed], -1)
     return torch.cat(

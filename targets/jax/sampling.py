@@ -168,7 +168,7 @@ def logprobs(
 
 def _sampling_words(bias: Array, sampling_params: SamplingTable) -> Array:
     """`LogprobRows.sampling`, uint32."""
-    floats = jnp.stack([getattr(sampling_params, name) for name in FLOATS], -1)
+    floats = jnp.stack([sampling_params._asdict()[name] for name in FLOATS], -1)
     parts = (
         jax.lax.bitcast_convert_type(floats, jnp.uint32),
         sampling_params.top_k.astype(jnp.uint32)[:, None],
