@@ -71,8 +71,6 @@ def ask_everything(url: str) -> None:
     ("drafter", "loop"),
     [
         ("eagle3", "host"),
-        ("auto", "host"),
-        pytest.param("auto", "device", marks=pytest.mark.slow),
         pytest.param("ngram", "host", marks=pytest.mark.slow),
         pytest.param("model", "device", marks=pytest.mark.slow),
     ],
@@ -89,9 +87,7 @@ def test_a_warm_start_and_its_requests_compile_nothing(tmp_path, worded, drafter
         "--cache",
         str(tmp_path / "programs"),
     ]
-    if drafter == "auto":
-        options += ["--auto-with", "eagle3"]
-    if drafter in ("eagle3", "auto"):
+    if drafter == "eagle3":
         head = random_head(replace(SPEC, hidden=48, vocab=WORDS, layers=(0, 1, 2)))
         save_flat(head, tmp_path, (1,))
     if drafter == "model":
