@@ -84,7 +84,7 @@ class Vocabulary:
             known = self._compile(tokens, grammar)
         with self._lock:
             self._grammars[grammar] = known
-            self._trim()
+        self._trim()
         return known
 
     def _compile(self, tokens: LLTokenizer, grammar: str) -> Compiled:
@@ -101,7 +101,12 @@ class Vocabulary:
         return compiled
 
     def _trim(self) -> None:
-        sizes = [compiled.measure() for compiled in self._grammars.values()]
-        while len(sizes) > 1 and (len(sizes) > CACHED or sum(sizes) > CACHED_BYTES):
-            self._grammars.popitem(last=False)
-            sizes.pop(0)
+        with self._lock:
+            kept = list(self._grammars.items())
+        # without the lock, which the engine's thread takes to read the tokens
+        sizes = {grammar: compiled.measure() for grammar, compiled in kept}
+        while len(sizes) > 1 and (len(sizes) > CACHED or sum(sizes.values()) > CACHED_BYTES):
+            oldest = next(iter(sizes))
+            del sizes[oldest]
+            with self._lock:
+                self._grammars.pop(oldest, None)
