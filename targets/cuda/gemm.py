@@ -81,7 +81,7 @@ class _GemmJob(Structure):
         *((name, c_int) for name in ("out_stride", "out_groups", "epilogue")),
         ("softcap", c_float),
         *((name, c_int) for name in ("silu", "f16", "room", "pdl_trigger")),
-        *((name, c_int) for name in ("pdl_inputs_ready", "apart", "alone")),
+        *((name, c_int) for name in ("pdl_inputs_ready", "apart", "alone", "zero")),
     )
 
 

@@ -168,6 +168,7 @@ __device__ inline void consume(const Job& job, Work work, const Shared& shared, 
       return load8(parts[kb * 32 / kStageKeys] + kb * 32 % kStageKeys * PADDED_HEAD_DIM + (n * 16 + half * 8) * 32);
     };
     if (warp < kColumnWarps) add_values(values, work, shared, o);
+    loads_done();  // of the keys, the scores that were stored needed all
     ring.release();
     if (last)
       each_output([&](Pair pair, int row, int) {

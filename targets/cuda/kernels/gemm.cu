@@ -166,24 +166,31 @@ struct Ring {
   u32 end;           // of the barriers
   u32 bytes, slice;  // of a stage's weights and inputs
   u32 apart;         // from a block's inputs to the next one's
+  u32 zero;          // for `free_stage`
 };
 
 // One warp: TILES_PER_WARP tiles times kDepth blocks of 32 inputs, for all tokens. Columns without a token read zeros,
-// `apart` 0 from one another.
+// `apart` 0 from one another. -> words of all loads of the last block
 template <int kDepth>
-__device__ inline void multiply(Tile& sum, const Part& tiles, u32 input, u32 apart) {
+__device__ inline u32 multiply(Tile& sum, const Part& tiles, u32 input, u32 apart) {
+  u32 loaded;
 #pragma unroll
   for (int d = 0; d < kDepth; d++, input += apart) {
     u32 a[TILES_PER_WARP][2][4];  // [tile][k16 step][fragment]
+    loaded = 0;
 #pragma unroll
     for (int t = 0; t < TILES_PER_WARP; t++) {
       const Stored tile = load_shared(tiles, d * TILES_PER_WARP + t);
+      loaded |= word_of(tile);
 #pragma unroll
       for (int s = 0; s < 2; s++) expand(tile, s, a[t][s]);
     }
     uint4 b[kColumnTiles];
 #pragma unroll
-    for (int j = 0; j < kColumnTiles; j++) b[j] = as_weights(load(input + j * 512));
+    for (int j = 0; j < kColumnTiles; j++) {
+      const uint4 raw = load(input + j * 512);
+      loaded |= raw.w, b[j] = as_weights(raw);
+    }
     // all first halves before any second: an accumulator is not needed again right away
 #pragma unroll
     for (int j = 0; j < kColumnTiles; j++)
@@ -194,6 +201,7 @@ __device__ inline void multiply(Tile& sum, const Part& tiles, u32 input, u32 apa
 #pragma unroll
       for (int t = 0; t < TILES_PER_WARP; t++) accumulate(sum[t][j], a[t][1], b[j].z, b[j].w);
   }
+  return loaded;
 }
 
 __device__ inline void turn(Place& at, const Ring& ring) {
@@ -211,9 +219,9 @@ __device__ inline void multiply_all(Tile& sum, Place& at, const Ring& ring, int 
 #pragma unroll 1
     do {
       await(at.full, at.phase);
-      multiply<kDepth>(sum, at.tiles, at.inputs, ring.apart);
+      const u32 loaded = multiply<kDepth>(sum, at.tiles, at.inputs, ring.apart);
       __syncwarp();
-      if (lane == 0) arrive(at.full + kEmpty);
+      if (lane == 0) free_stage(at.full + kEmpty, loaded, ring.zero);
       at.full += kBarriers, at.tiles += ring.bytes, at.inputs += ring.slice;
     } while (at.full != last);
     if (last == ring.end) turn(at, ring);
@@ -344,7 +352,7 @@ extern "C" __global__ void BOUNDS
   const u32 inputs_at = fed ? shared_address(inputs) + k_group * kInputBytes + lane * 16 : shared_address(&nothing);
   const Place first = {full, Part(shared_address(memory), warps * each, mine, lane), inputs_at, 0};
   const Ring ring = {first, full + job.stages * kBarriers, u32(bytes), u32(fed ? slice : 0),
-                     u32(fed ? job.k_groups * kInputBytes : 0)};
+                     u32(fed ? job.k_groups * kInputBytes : 0), u32(job.zero)};
   Place at = first;
   // with one pass the sums may overwrite the ring, to which no copy is pending; with more they have memory of their own
   float4* sums = reinterpret_cast<float4*>(memory + (job.passes > 1 ? ring_bytes + job.stages * kBarriers : 0));

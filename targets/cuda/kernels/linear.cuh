@@ -36,6 +36,7 @@ struct Job {
   int pdl_inputs_ready;  // of gemm.cu: x was complete before this kernel could start
   int apart;            // of gemm.cu: bytes from a CTA's step to the next one's, which may be more than it reads
   int alone;            // of gemm.cu: the producer makes the ring by itself, before others go on
+  int zero;             // of gemm.cu: 0, for `free_stage`
 };
 
 // ---- Rows of a weight ----

@@ -110,6 +110,18 @@ __device__ inline Stored load_shared(const Part& part, int tiles) {
 #endif
   return to;
 }
+// A word of each load.
+__device__ inline u32 word_of(const Stored& tile) {
+#if BITS == 4
+  return tile.codes.y | tile.scales | tile.zeros;
+#elif FINE
+  return tile.values[0].w | tile.scales | tile.fine.w;
+#elif CODES
+  return tile.values[0].w | tile.scales;
+#else
+  return tile.values[BITS / 8 - 1].w;
+#endif
+}
 __device__ inline Stored load_shared(u32 tile, int lane) { return load_shared(Part(tile, lane), 0); }
 
 // An expert's unit of 32 inputs: two tiles. Of integers of 4 bits without zero points a lane's codes of both are next to
