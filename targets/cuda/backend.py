@@ -200,7 +200,7 @@ def _of_each(arch: Arch, options: CudaOptions, plan: Plan, cards: int) -> tuple[
     from targets.cuda.load_cards import most_rows
     from targets.cuda.ranks import Rank, refuse_ranks
 
-    refuse_ranks(arch, cards, plan.kv_dtype)
+    refuse_ranks(arch, cards)
     check_peers(range(cards))
     taken = exchange_bytes(cards, most_rows(options), arch.hidden)
     return Rank(0, cards, arch).own, min(map(free_bytes, range(cards))) - taken

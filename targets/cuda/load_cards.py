@@ -64,7 +64,7 @@ def _on_cards(
     weights: Callable[[Rank, str, Ops], Weights],
 ) -> CardsTarget:
     """weights: makes a rank's part on its device."""
-    refuse_ranks(arch, count, plan.kv_dtype)
+    refuse_ranks(arch, count)
     memory, ranks = ExchangeMemory(range(count), most_rows(options), arch.hidden), []
     for number in range(count):
         rank, device = Rank(number, count, arch), f"cuda:{number}"

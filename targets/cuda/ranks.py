@@ -87,26 +87,18 @@ class Rank:
         return slice(self.number * each, (self.number + 1) * each)
 
 
-def refuse_ranks(arch: Arch, count: int, kv_dtype: str) -> None:
-    """Raises UserError for a model that so many cards can't share. With a bfloat16 cache 12B, which
-    has one K/V head on all cards, had other bits in 5 of 40 random rounds on two H200s; the cause
-    is not known (docs/decisions/031). What was compared without a difference is a cache in FP8,
-    each K/V head on one card."""
+def refuse_ranks(arch: Arch, count: int) -> None:
+    """Raises UserError for a model that so many cards can't share."""
     if count not in RANKS:
         raise UserError(f"--tp must be 1, {', '.join(map(str, RANKS))} on GPUs, got {count}")
     if arch.moe or arch.per_layer_input:
         raise UserError(
-            "--tp above 1 takes the dense model 31B: for others run a server per card "
+            "--tp above 1 takes the dense models 12B and 31B: for others run a server per card "
             "behind a load balancer, which serves more users as well"
-        )
-    if kv_dtype != "fp8":
-        raise UserError(
-            f"--tp above 1 needs --kv-dtype fp8: with {kv_dtype} keys and values, tokens of two "
-            "cards differed from those of one"
         )
     for number, layer in enumerate(arch.layers):
         sizes = layer.ffw, layer.heads * layer.head_dim
-        uneven = layer.heads % count or layer.kv_heads % count
+        uneven = layer.heads % count or (layer.kv_heads % count and count % layer.kv_heads)
         if uneven or any(size % (EIGHTHS * INPUTS) for size in sizes):
             raise UserError(
                 f"{count} cards can't share layer {number}: it has {layer.heads} heads of "

@@ -84,30 +84,34 @@ def test_cards_need_less_than_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "kv_dtype", "words"),
+    ("name", "count", "words"),
     [
-        ("gemma-4-31b", 3, "fp8", "--tp must be 1, 2, 4, 8"),
-        ("gemma-4-31b", 2, "bfloat16", "--tp above 1 needs --kv-dtype fp8"),
-        ("gemma-4-31b", 8, "fp8", "8 cards can't share layer 5: it has .* 4 K/V heads"),
-        ("gemma-4-12b", 2, "fp8", "2 cards can't share layer 5: it has .* 1 K/V heads"),
-        ("gemma-4-26b-a4b", 2, "fp8", "run a server per card"),
-        ("gemma-4-e4b", 2, "fp8", "run a server per card"),
+        ("gemma-4-31b", 3, "--tp must be 1, 2, 4, 8"),
+        ("gemma-4-26b-a4b", 2, "run a server per card"),
+        ("gemma-4-e4b", 2, "run a server per card"),
     ],
 )
-def test_models_that_cards_cant_share(name, count, kv_dtype, words):
+def test_models_that_cards_cant_share(name, count, words):
     with pytest.raises(UserError, match=words):
-        refuse_ranks(released(name), count, kv_dtype)
+        refuse_ranks(released(name), count)
 
 
+@pytest.mark.parametrize("name", ["gemma-4-12b", "gemma-4-31b"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_31b_is_shared_by_two_or_four(count):
-    refuse_ranks(released("gemma-4-31b"), count, "fp8")
+def test_dense_models_are_shared_by_two_or_four(name, count):
+    refuse_ranks(released(name), count)
+
+
+def test_kv_heads_that_cards_cant_divide():
+    layer = replace(ARCH.layers[0], kv_heads=3)
+    with pytest.raises(UserError, match="2 cards can't share layer 0: .* 3 K/V heads"):
+        refuse_ranks(replace(ARCH, layers=(layer, *ARCH.layers[1:])), 2)
 
 
 def test_widths_that_cards_cant_divide():
     layer = replace(ARCH.layers[0], ffw=960)
     with pytest.raises(UserError, match="2 cards can't share layer 0: .* 960 features"):
-        refuse_ranks(replace(ARCH, layers=(layer, *ARCH.layers[1:])), 2, "fp8")
+        refuse_ranks(replace(ARCH, layers=(layer, *ARCH.layers[1:])), 2)
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"dtype": "float32"}])
