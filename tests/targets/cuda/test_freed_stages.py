@@ -1,4 +1,4 @@
-"""Without a GPU: no kernel frees a stage of its ring (kernels/ring.cuh) before its loads have arrived.
+"""Without a GPU: no kernel frees a stage of its ring (ring.cuh) before its loads have arrived.
 
 In machine code a load from shared memory names a counter, and whatever needs its result waits for
 that counter. An arrival at a barrier waits for none by itself: the copy that it lets the producer

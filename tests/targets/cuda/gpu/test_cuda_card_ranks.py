@@ -80,7 +80,8 @@ def answers(engine, mode):
 
 def engines(target):
     yield Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
-    yield Engine(target, NgramDrafter(), host_cycle(target, NgramDrafter(), 4))
+    drafter = NgramDrafter()
+    yield Engine(target, drafter, host_cycle(target, drafter, 4))
     lookup = step_of(target, lambda rank: DeviceLookup(rank, 2, 5))
     loop = CardsCycle if isinstance(target, CardsTarget) else device_loop
     yield Engine(target, NoDrafter(), loop(target, lookup, 4))
