@@ -32,6 +32,8 @@ LONGEST = 1024
 """Tokens of a prompt up to which one card and several have the same bits."""
 OUTPUT = 96
 """Tokens of an answer at most."""
+REPORTED = 5
+"""Rounds between two lines of progress."""
 TIMED = 60
 """Steps that are timed."""
 SETTLED = 10
@@ -139,6 +141,8 @@ def campaign(asked: argparse.Namespace, one: Model, several: Model) -> None:
         if ours != theirs:
             print(f"round {asked.seed + number} differs: {what}", flush=True)
         tokens, number = tokens + made, number + 1
+        if number % REPORTED == 0:
+            print(f"{tokens} tokens in {number} rounds so far: {wrong} differ", flush=True)
         rounds[what.split(" K")[0]] = rounds.get(what.split(" K")[0], 0) + 1
     print(f"{tokens} tokens in {number} rounds {rounds}: {wrong} differ")
 
