@@ -48,8 +48,8 @@ class ModelConfig:
     slots: Annotated[int, Common] = 4
     "Sequences that decode at the same time."
     tp: int = 1
-    """Devices that share the model. With cuda two or four GPUs with peer access, for 31B with
-    kv_dtype fp8: one answer comes sooner; for many users a server per card gives more tokens."""
+    """Devices that share the model. With cuda two or four GPUs with peer access, for 31B and
+    12B: one answer comes sooner; for many users a server per card gives more tokens."""
     images: Literal["auto", "off"] = "auto"
     """Whether pictures are taken: auto, where the checkpoint has an image side (with cuda on one
     GPU); off leaves that on disk."""

@@ -26,8 +26,16 @@ BYTES = 16
 """Of an instruction."""
 OPCODE = 0xFFF
 """An instruction's lowest bits."""
-LOAD, ARRIVE, FENCE, BRANCH, EXIT = 0x984, 0x9A7, 0x3C6, 0x947, 0x94D
-"""LDS, SYNCS.ARRIVE, FENCE.VIEW.ASYNC behind its MEMBAR, BRA, EXIT: as `nvdisasm -hex` prints."""
+LOAD = 0x984
+"""LDS, as `nvdisasm -hex` shows it."""
+ARRIVE = 0x9A7
+"""SYNCS.ARRIVE."""
+FENCE = 0x3C6
+"""FENCE.VIEW.ASYNC, behind its MEMBAR."""
+BRANCH = 0x947
+"""BRA."""
+EXIT = 0x94D
+"""EXIT."""
 ALWAYS = 7
 """The predicate of an instruction that runs in any case."""
 NO_COUNTER = 7
