@@ -24,6 +24,9 @@ from targets.layer_groups import LayerGroup, layer_groups
 BLOCK = 4096
 """Entries of a global layer's cache that attention reads at a time, as far as the longest row is
 filled. A cache of no more than this is read whole."""
+MAPPED_BLOCK = 512
+"""The same on CPUs (`Plan.mapped`), where a round of the loop costs little and an entry costs much:
+the first token of a short prompt comes in a third of the time."""
 FILLED = "filled_blocks"
 """What the loop over them is called in a compiled program."""
 AT_ONCE = 2**26
@@ -63,12 +66,13 @@ class CacheExchange:
     """Decoding: write into the cache, then attend over the cache alone, so that the order of
     each reduction follows entries (absolute positions), never how many rows a call has."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
+    def __init__(self, span: Span, block: int | None = None) -> None:
+        """block: entries of a long cache that are read at a time, by default BLOCK."""
+        self.span, self.block = span, block or BLOCK
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def scope(self) -> CacheExchange:
-        return CacheExchange(self.span)
+        return CacheExchange(self.span, self.block)
 
     def _once(self, make: Callable[..., Any], *sizes: Any) -> Any:
         """make(span, *sizes): XLA would find that layers compute the same, but each operation that
@@ -98,7 +102,7 @@ class CacheExchange:
         """A few rows at a time where their entries are many: XLA copies what it slices from the
         cache, within the chip where it fits, else through memory."""
         (stored, repeat), rows = seen, q.shape[0]
-        some = _rows_at_once(rows, stored.v)
+        some = _rows_at_once(rows, stored.v, self.block)
         parts = layers.queries_in_parts(q, layer, key_norm) if layer.k_eq_v else (q,)
 
         def part(first: Array) -> Array:
@@ -107,7 +111,7 @@ class CacheExchange:
 
             reach = None if self.span.reach is None else cut(self.span.reach)
             span = Span(self.span.first + first, cut(self.span.start), cut(self.span.count), reach)
-            own = CacheExchange(span)
+            own = CacheExchange(span, self.block)
             return own._attend(tuple(map(cut, parts)), stored, repeat, layer.window)
 
         if some == rows:
@@ -120,6 +124,7 @@ class CacheExchange:
         """Queries over the whole of a short cache or a ring, and over the filled blocks of a long
         one. Values that keys are made of are barred from being read twice: XLA would."""
         span, size, tokens = self.span, kv.size(stored.v), q[0].shape[1]
+        each = self.block
 
         def cut(begin: Array | int, count: int) -> tuple[layers.Parts, kv.Entries]:
             k, v = (kv.read(half, repeat, span, begin, count) for half in stored)
@@ -129,16 +134,16 @@ class CacheExchange:
             return (k, v), v
 
         def block(i: Array) -> tuple[layers.Parts, kv.Entries, Array]:
-            begin = jnp.minimum(i * BLOCK, size - BLOCK)  # the last block reaches back: not twice
-            entries = begin + jnp.arange(BLOCK)
+            begin = jnp.minimum(i * each, size - each)  # the last block reaches back: not twice
+            entries = begin + jnp.arange(each)
             seen = kv.visible(span, tokens, entries, size, window)
-            return *cut(begin, BLOCK), seen & (entries >= i * BLOCK)
+            return *cut(begin, each), seen & (entries >= i * each)
 
-        if window is not None or size <= BLOCK:
+        if window is not None or size <= each:
             return layers.attend_parts(q, *cut(0, size), self._once(_seen, tokens, size, window))
         filled = jnp.maximum((span.start + span.count).max(), 1)
         with jax.named_scope(FILLED):
-            return layers.attend_blocks(q, block, -(-filled // BLOCK))
+            return layers.attend_blocks(q, block, -(-filled // each))
 
 
 def _seen(span: Span, tokens: int, size: int, window: int | None) -> Array:
@@ -146,11 +151,12 @@ def _seen(span: Span, tokens: int, size: int, window: int | None) -> Array:
     return kv.visible(span, tokens, jnp.arange(size), size, window)
 
 
-def _rows_at_once(rows: int, cache: kv.Entries) -> int:
-    """The largest divisor of `rows` for which one layer's entries stay within AT_ONCE."""
+def _rows_at_once(rows: int, cache: kv.Entries, block: int) -> int:
+    """The largest divisor of `rows` for which one layer's entries, of which `block` are read at a
+    time, stay within AT_ONCE."""
     leaves = jax.tree.leaves(cache)
     row = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in leaves)
-    row = row * min(kv.size(cache), BLOCK) // kv.size(cache)
+    row = row * min(kv.size(cache), block) // kv.size(cache)
     return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * row <= AT_ONCE))
 
 

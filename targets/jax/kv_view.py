@@ -24,10 +24,12 @@ KEY_NORM = "self_attn.k_norm"
 
 class KVView(NamedTuple):
     """`KVExchange` of one query per slot that sees the cache up to position last [B], and is itself
-    turned for the position `ahead` of that. Sliding layers see `window` keys back from `last`."""
+    turned for the position `ahead` of that. Sliding layers see `window` keys back from `last`.
+    block: as in `CacheExchange`."""
 
     last: Array
     ahead: int
+    block: int | None = None
 
     def scope(self) -> KVView:
         return self
@@ -46,7 +48,7 @@ class KVView(NamedTuple):
         """q [B, 1, N, D] -> [B, 1, N * D]. Where a mesh caches more copies of a head than there are
         queries (`cache.cached_heads`), the queries are copied too."""
         copies = max(1, kv.heads(seen[0].v) // layer.heads)
-        exchange = CacheExchange(Span(0, self.last, jnp.ones_like(self.last)))
+        exchange = CacheExchange(Span(0, self.last, jnp.ones_like(self.last)), self.block)
         mixed = exchange.attend(jnp.repeat(q, copies, 2), seen, layer, key_norm)
         each = mixed.reshape(*q.shape[:2], layer.heads, copies, layer.head_dim)
         return each[:, :, :, 0].reshape(*q.shape[:2], -1)

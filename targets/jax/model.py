@@ -58,13 +58,14 @@ def decode(
     span: Span,
     features: tuple[int, ...],
     merged: Merged | None = None,
+    block: int | None = None,
 ) -> tuple[Cache, Hidden]:
     """Feed tokens [B, T] int32 at `span`: the updated cache and the states. Ids outside the
     vocabulary are fed as id 0, but for pictures' rows; the target never chooses what follows from
-    them."""
+    them. block: as in `CacheExchange`."""
     places = kv.places(span, tokens.shape[1], cache.tokens.shape[1])
     cache = cache._replace(tokens=kv.write(cache.tokens[None], 0, places, tokens)[0])
-    exchange = CacheExchange(span)
+    exchange = CacheExchange(span, block)
     stored, hidden = forward(params, arch, cache.layers, tokens, exchange, features, merged)
     return cache._replace(layers=stored), hidden
 

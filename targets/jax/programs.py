@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from specdec.core.types import Array
 from targets.arch import Arch
-from targets.jax import sampling
+from targets.jax import kv_exchange, sampling
 from targets.jax.cache import Cache, Span
-from targets.jax.model import Merged, decode, head
+from targets.jax.model import Hidden, Merged, decode, head
 from targets.jax.params import Params
 from targets.sampling_params import Rules
 
@@ -56,6 +56,12 @@ class Plan:
     def widest(self) -> int:
         """Tokens of a prefill call with a picture."""
         return max(self.chunk, self.pictures)
+
+    @property
+    def block(self) -> int:
+        """Entries of a long cache that attention reads at a time."""
+        longest = kv_exchange.BLOCK
+        return min(longest, kv_exchange.MAPPED_BLOCK) if self.mapped else longest
 
     @property
     def slack(self) -> int:
@@ -101,8 +107,20 @@ def _run(
     plan: Plan, params: Params, cache: Cache, feed: Feed, first: Array | int
 ) -> tuple[Cache, ForwardOutput]:
     span = Span(first, feed.start, feed.count)
-    cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features)
+    cache, hidden = _decode(plan, params, cache, feed, span)
     return cache, ForwardOutput(head(params, plan.arch, hidden.last), hidden.features)
+
+
+def _decode(
+    plan: Plan,
+    params: Params,
+    cache: Cache,
+    feed: Feed,
+    span: Span,
+    merged: Merged | None = None,
+) -> tuple[Cache, Hidden]:
+    common = params, plan.arch, cache, feed.tokens, span, plan.features
+    return decode(*common, merged, plan.block)
 
 
 def prefill(
@@ -110,7 +128,7 @@ def prefill(
 ) -> tuple[Cache, ForwardOutput]:
     """One slot's chunk [1, chunk]; logits [1, 1, V] after its last real token only."""
     span = Span(slot, feed.start, feed.count)
-    cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features)
+    cache, hidden = _decode(plan, params, cache, feed, span)
     last = jax.lax.dynamic_slice_in_dim(hidden.last, feed.count[0] - 1, 1, 1)
     return cache, ForwardOutput(head(params, plan.arch, last), hidden.features)
 
@@ -127,7 +145,7 @@ def prefill_pictures(
     """`prefill` of a chunk [1, widest] with pictures. reach [1, widest]: the last position that
     each token sees on sliding layers."""
     span = Span(slot, feed.start, feed.count, reach)
-    cache, hidden = decode(params, plan.arch, cache, feed.tokens, span, plan.features, merged)
+    cache, hidden = _decode(plan, params, cache, feed, span, merged)
     last = jax.lax.dynamic_slice_in_dim(hidden.last, feed.count[0] - 1, 1, 1)
     return cache, ForwardOutput(head(params, plan.arch, last), hidden.features)
 

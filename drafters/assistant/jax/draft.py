@@ -65,6 +65,8 @@ class AssistantProgram:
     """No token from this position on is guessed: the target's context ends there."""
     needs_sampler: bool
     """False: every guess is a bare argmax."""
+    block: int
+    """As in `CacheExchange`."""
 
     def on(self, weights: DraftInputs, memory: Seed) -> TracedDrafter:
         return _TracedAssistant(self, weights, memory)
@@ -118,7 +120,7 @@ def propose(
     draft = jnp.full((length.shape[0], k), NO_GUESS, jnp.int32)
     if k == 0:
         return draft
-    view = KVView(jnp.maximum(length - 2, 0), static.ahead)
+    view = KVView(jnp.maximum(length - 2, 0), static.ahead, static.block)
     donors = tuple(entries_of(static.target, cache, source) for source in spec.sources)
     state = rms_norm(seed.state, inputs.top.top["norm"], static.target.eps)
     history = cache.tokens.at[row, length - 1].set(seed.token)

@@ -74,7 +74,12 @@ class AssistantDraftHead:
     def program(self, needs_sampler: bool) -> AssistantProgram:
         placed, target = self.placed, self.target
         return AssistantProgram(
-            placed.spec, target.arch, placed.ahead, target.max_len, needs_sampler
+            spec=placed.spec,
+            target=target.arch,
+            ahead=placed.ahead,
+            longest=target.max_len,
+            needs_sampler=needs_sampler,
+            block=target.plan.block,
         )
 
     def weights(self) -> DraftInputs:
