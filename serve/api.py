@@ -34,6 +34,7 @@ from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
+from serve.spare_memory import of_this_process
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
 from specdec.audit.making import Identity
@@ -108,7 +109,11 @@ def create_app(
         await asyncio.to_thread(_read_vocabulary, context)
         runner.start()
         lifecycle.runner = runner
+        spare = of_this_process()
+        watching = spare and asyncio.create_task(spare.watch())
         yield
+        if watching:
+            watching.cancel()
         await asyncio.to_thread(runner.close)
 
     app = FastAPI(
