@@ -3,6 +3,7 @@
 python -m tests.adversaries --max-len 65536 [options of serve]    # starts a server on mini
 python -m tests.adversaries --url http://127.0.0.1:8000 --pid 1234
 python -m tests.adversaries --sees    # hostile pictures, to a checkpoint that takes some
+python -m tests.adversaries --gaps    # a stream's gaps beside an ambiguous grammar
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence as Seqs
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +42,11 @@ from tests.support.commands import free_port, wait_until_ready
 from tools import seeing_mini
 
 PLAIN = {"prompt": "def add(first, second):", "max_tokens": 4, "ignore_eos": True}
+AMBIGUOUS = 'start: s\ns: s s | s s s | "a"\n'
+STREAMED = 100
+"""Tokens of a stream of which the gaps are measured."""
+BESIDE = 52
+"""Tokens of the requests beside it: as many as the ambiguous grammar lets through."""
 SCHEMAS_AT_ONCE = 10
 SCHEMA_BYTES = 780
 FACTORS = 6
@@ -181,6 +188,39 @@ def latencies(url: str, tries: int) -> list[float]:
     return took
 
 
+def plain_beside(client: httpx.Client, max_len: int) -> httpx.Response:
+    body = {"prompt": "a", "max_tokens": BESIDE, "ignore_eos": True}
+    return client.post("/v1/completions", json=body)
+
+
+def ambiguous(client: httpx.Client, max_len: int) -> httpx.Response:
+    """A text of a grammar that has more readings with each token."""
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": BESIDE, "min_tokens": BESIDE}
+    body["structured_outputs"] = {"grammar": AMBIGUOUS}
+    return client.post("/v1/completions", json=body)
+
+
+def gaps(url: str, tries: int) -> dict[str, float]:
+    """The 99th percentile of a stream's gaps, ms, beside one caller of each kind, in turns; and the
+    quotient."""
+    found: dict[str, list[float]] = {"plain": [], "ambiguous": []}
+    for _ in range(tries):
+        for name, beside in (("plain", plain_beside), ("ambiguous", ambiguous)):
+            with attacked(url, 0, beside, 1):
+                found[name] += _gaps_of_one(url)
+    worst = {name: float(np.percentile(own, 99)) for name, own in found.items()}
+    return worst | {"quotient": round(worst["ambiguous"] / worst["plain"], 2)}
+
+
+def _gaps_of_one(url: str) -> list[float]:
+    body = {"prompt": "def add(", "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_SECONDS
+    ) as answer:
+        times = [time.monotonic() for line in answer.iter_lines() if line.startswith("data: {")]
+    return [1000 * (after - before) for before, after in pairwise(times)]
+
+
 @dataclass
 class Memory:
     """What a process and its children hold (RSS), sampled by a thread."""
@@ -307,6 +347,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=2048, help="the server's")
     parser.add_argument("--tries", type=int, default=20)
     parser.add_argument("--sees", action="store_true", help="hostile pictures in place of others")
+    parser.add_argument("--gaps", action="store_true", help="a stream's gaps alone")
     options, more = parser.parse_known_args()
     attacks = PICTURES if options.sees else ATTACKS
     if options.url is not None:
@@ -314,6 +355,9 @@ def main() -> None:
         print(json.dumps(found))
         return
     with started(options.max_len, more, options.sees) as (url, pid):
+        if options.gaps:
+            print(json.dumps(gaps(url, options.tries)))
+            return
         print(json.dumps(report(url, pid, options.max_len, options.tries, attacks)))
 
 
