@@ -19,7 +19,7 @@ from targets.cuda.graphs import bucket_of, first_rows
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
-from targets.cuda.prefill_kernels import ROOM
+from targets.cuda.prefill_kernels import padded_keys, room_of
 from targets.cuda.reader import QUANTISED, quantised
 from targets.cuda.untile import WHOLE_BYTES
 from targets.memory import Need, gib, largest
@@ -215,7 +215,7 @@ def first_call_bytes(arch: Arch, shape: TargetShape) -> int:
 
 def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
     """What prefill takes: a chunk's widest layer; a long one also needs that layer's weights row by
-    row again, and all keys and values of a global one."""
+    row again, all keys and values of a global one, and its scores."""
     chunk = min(shape.chunk, shape.max_len)
     widest = max(max(layer.ffw, layer.heads * layer.head_dim) for layer in arch.layers)
     total = 4 * chunk * (4 * arch.hidden + GATES_AT_ONCE * 2 * widest)
@@ -227,8 +227,9 @@ def prefill_bytes(arch: Arch, shape: TargetShape) -> int:
         if spec.linear and _in_plain_order(name, spec, shape.own.get(name, shape.dtype))
     ]
     keys = max(layer.kv_heads * layer.head_dim for layer in arch.layers if not layer.window)
-    copies = 2 * 2 * shape.max_len * keys  # K and V of a global layer in rows
-    return total + 4 * ROOM + copies + (0 if shape.copied else _gate_and_up(shape.dtype, max(flat)))
+    copies = 2 * 2 * padded_keys(shape.max_len) * keys  # K and V of a global layer in rows
+    room = 4 * max(room_of(layer, shape.max_len) for layer in arch.layers)
+    return total + room + copies + (0 if shape.copied else _gate_and_up(shape.dtype, max(flat)))
 
 
 def _gate_and_up(dtype: str, values: int) -> int:

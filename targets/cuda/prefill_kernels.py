@@ -36,6 +36,8 @@ GATED_ROWS_MULTIPLE = 16
 """Such rows are cut at multiples of this."""
 MOST_ROWS = 512
 """Queries at once: each is multiplied with all keys of the last one, more in a larger block."""
+LEAST_ROWS = 16
+"""Queries at once where keys are many, and what their number is a multiple of."""
 
 
 class _Place(Structure):
@@ -144,7 +146,7 @@ class PrefillKernels:
         spec, store, start = layer.spec, layer.cache, self.chunk.start
         stop, oldest = start + self.tokens, self.chunk.oldest(spec.window)
         count, heads, dim = stop - oldest, spec.kv_heads, spec.head_dim
-        k, v = (self.launch.new(-(-count // ALIGN) * ALIGN, heads, dim) for _ in range(2))
+        k, v = (self.launch.new(padded_keys(count), heads, dim) for _ in range(2))
         for part in (k, v):
             part[count:] = 0  # met by shares of 0, and must not be NaN
         place = _Place(
@@ -206,12 +208,11 @@ class PrefillKernels:
         kv_heads, tokens, group, dim = q.shape
         across, values, rows = k.permute(1, 2, 0), v.transpose(0, 1), q.flatten(1, 2)
         out = torch.empty_like(rows)
-        block = SCORES // (kv_heads * group * len(k)) // 16 * 16
-        block = max(16, min(MOST_ROWS, block))
+        block = _queries_at_once(kv_heads * group, len(k))
         for first in range(0, tokens, block):
             part = slice(first * group, min(first + block, tokens) * group)
             query = count - tokens + first
-            width = -(-min(query + block, count) // ALIGN) * ALIGN
+            width = padded_keys(min(query + block, count))
             scores, shares = self._scores(kv_heads, part.stop - part.start, width)
             torch.ops.aten.bmm.dtype_out(
                 rows[:, part], across[..., :width], torch.float32, out=scores
@@ -226,7 +227,7 @@ class PrefillKernels:
     def _scores(self, *shape: int) -> Pair:
         """Scores and shares of this shape."""
         size = shape[0] * shape[1] * shape[2]
-        room = self._room(size + size // 2)
+        room = self._room(_with_shares(size))
         return room[:size].view(shape), room[size:].view(torch.bfloat16).view(shape)
 
     def _room(self, size: int) -> Tensor:
@@ -246,6 +247,30 @@ class PrefillKernels:
             self._rotations[key] = angles.cos(), angles.sin()
         cosine, sine = self._rotations[key]
         return pointer(cosine), pointer(sine)
+
+
+def room_of(layer: LayerSpec, positions: int) -> int:
+    """Floats of scratch memory for chunks of up to so many positions. Many keys need more than
+    `ROOM`: of `LEAST_ROWS` queries all scores are there at once."""
+    if layer.head_dim <= FLASH_HEAD_DIM or layer.window is not None:
+        return ROOM
+    keys = padded_keys(positions)
+    return max(ROOM, _with_shares(layer.heads * _queries_at_once(layer.heads, keys) * keys))
+
+
+def padded_keys(count: int) -> int:
+    """Rows of a chunk's keys, and of its values."""
+    return -(-count // ALIGN) * ALIGN
+
+
+def _queries_at_once(heads: int, keys: int) -> int:
+    block = SCORES // (heads * keys) // LEAST_ROWS * LEAST_ROWS
+    return max(LEAST_ROWS, min(MOST_ROWS, block))
+
+
+def _with_shares(scores: int) -> int:
+    """Floats of so many scores and of their shares, which have 16 bits."""
+    return scores + scores // 2
 
 
 def _factor_of_sums(x: PrefillInput, weight: Dense) -> Tensor | None:

@@ -91,9 +91,10 @@ class Case:
         return [part.clone().view(torch.uint8) for part in (self.cache.k, self.cache.v)]
 
     def exact(self, tokens: int) -> torch.Tensor:
-        """float64 over what the cache holds."""
+        """float64 over what the cache holds, but for the angles, which are float32 in both
+        targets: far out they are rounded by hundredths."""
         layer = self.layer
-        inverse = inverse_frequencies(layer.rope, layer.head_dim, self._device).double()
+        inverse = inverse_frequencies(layer.rope, layer.head_dim, self._device)
         out = []
         for row, values in enumerate(self.qkv(tokens).double()):
             slot, position = row // tokens, self.starts[row // tokens] + row % tokens
@@ -101,6 +102,7 @@ class Case:
             k, v = (part.double() for part in read(self.cache, slot, oldest, position + 1))
             q = values[: layer.heads * layer.head_dim].view(layer.kv_heads, -1, layer.head_dim)
             q = q * (q.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self.q_norm.double()
-            shares = (rotate(q, position * inverse) @ k.transpose(1, 2)).softmax(-1)
+            angles = (position * inverse).double()
+            shares = (rotate(q, angles) @ k.transpose(1, 2)).softmax(-1)
             out.append((shares @ v).flatten())
         return torch.stack(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import torch
 from specdec.core.errors import UserError
 from targets.arch import LayerSpec, released
 from targets.backend import meter_of
-from targets.cuda import footprint, roofline
+from targets.cuda import footprint, prefill_kernels, roofline
 from targets.cuda.cache import entries
 from targets.cuda.device import Machine, refuse
 from targets.cuda.footprint import TargetShape, check_fits, need
 from targets.cuda.graphs import MOST_ROWS, bucket_of
 from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.prefill_kernels import PrefillKernels
+from targets.cuda.prefill_steps import PrefillChunk
 from tests.support.tiny import VARIANTS
 
 SHAPE = TargetShape(slots=4, max_len=2048, width=5, chunk=2048, dtype="fp8", kv="bfloat16")
@@ -201,6 +204,40 @@ def test_attentions_partial_results_are_counted_and_bounded():
     angles = 4 * (131072 - SHAPE.max_len) * (256 + 512)
     chunk = replace(SHAPE, chunk=128), replace(long, chunk=128)
     assert need(B31, chunk[1]).workspace - need(B31, chunk[0]).workspace == angles
+
+
+@pytest.mark.parametrize("positions", [2_048, 32_768, 65_536, 131_072, 262_144])
+def test_a_long_prompts_scores_are_counted(positions):
+    """31B's global layers: of 16 queries of 32 heads the scores of all keys, and shares of half a
+    float each; keys and values of 4 heads of 512."""
+    sliding, wide = B31.layers[0], next(layer for layer in B31.layers if not layer.window)
+    floats = max(24 << 20, 16 * 32 * positions * 3 // 2)
+    assert prefill_kernels.room_of(wide, positions) == floats
+    assert prefill_kernels.room_of(sliding, positions) == 24 << 20
+    short, long = (replace(SHAPE, max_len=n, chunk=512) for n in (512, positions))
+    grown = footprint.prefill_bytes(B31, long) - footprint.prefill_bytes(B31, short)
+    assert grown == 4 * (floats - (24 << 20)) + 2 * 2 * (positions - 512) * 4 * 512
+
+
+@pytest.mark.parametrize("positions", [1_500, 33_000, 49_152, 131_072, 200_001])
+def test_a_chunk_takes_as_much_room_as_is_counted(positions, monkeypatch):
+    """The last chunk of a prompt: its kernels and matmuls are left out, its room is not."""
+    monkeypatch.setattr(prefill_kernels, "PrefillLauncher", Mock())
+    monkeypatch.setattr(torch.ops.aten.bmm, "dtype_out", Mock())
+    wide = next(layer for layer in B31.layers if not layer.window)
+    tokens, groups = 512, wide.heads // wide.kv_heads
+    q, k = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in (
+            (wide.kv_heads, tokens, groups, wide.head_dim),
+            (prefill_kernels.padded_keys(positions), wide.kv_heads, wide.head_dim),
+        )
+    )
+    text = torch.empty(tokens, dtype=torch.int32, device="meta")
+    steps = PrefillKernels(PrefillChunk(text, positions - tokens, 0), 1e-6)
+    steps._wide(q, k, k, positions, None)
+    assert steps._floats is not None
+    assert len(steps._floats) == prefill_kernels.room_of(wide, positions)
 
 
 def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():

@@ -10,6 +10,7 @@ import torch
 from targets.arch import LayerSpec, Rope
 from targets.cuda import attention
 from targets.cuda.attention import Attention
+from targets.cuda.load import LONGEST
 from tests.targets.cuda.attention_cases import POSITIONS, Case, make_alone, one_layer_of
 from tests.targets.cuda.card import error
 from tests.targets.cuda.emulation.emulated import Launcher, just_written
@@ -26,6 +27,10 @@ STARTS = [0, 61, 126, 200]
 """Around edges of chunks and of windows."""
 FAR = replace(SHORT, window=None), [4000], 4224
 """A layer, a start and positions: all lanes have two chunks, and the ring of keys turns."""
+FARTHEST = replace(SHORT, window=None), [262_141], 262_144
+"""2,048 chunks, 128 a lane."""
+LAST = SHORT, [999_935, 999_997], LONGEST
+"""The last positions that a server takes: divisions by a ring's entries are exact up to them."""
 NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
 
 
@@ -77,6 +82,17 @@ def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):
     case = case_of(layer, torch.bfloat16, starts, positions)
     same_and_near(case, torch.bfloat16, 2)
     fused_equals_split(case, 2, monkeypatch)
+
+
+def test_a_lane_has_128_chunks():
+    layer, starts, positions = FARTHEST
+    case = case_of(layer, torch.bfloat16, starts, positions)
+    assert error(case.all_together(2), case.exact(2)) <= NEAR[torch.bfloat16]
+
+
+def test_the_last_positions_have_entries_of_their_own():
+    layer, starts, positions = LAST
+    same_and_near(case_of(layer, torch.bfloat16, starts, positions), torch.bfloat16, 3)
 
 
 @pytest.mark.parametrize("way", ["fused", "split", "prepare"])
