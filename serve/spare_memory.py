@@ -41,10 +41,11 @@ class SpareMemory:
 
 def of_this_process() -> SpareMemory | None:
     """None where there is no glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None or not STATM.exists():
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
         return None
-    return SpareMemory(resident, lambda: trim(0))
+    return SpareMemory(resident, lambda: trim(0)) if STATM.exists() else None
 
 
 def resident() -> int:

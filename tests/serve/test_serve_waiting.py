@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.support.serving import MODEL, ServedTarget, Server, serving
+from tests.support.serving import EOS, MODEL, ServedTarget, Server, serving
 
 PAUSE_SECONDS = 0.01
 """Of a cycle."""
@@ -22,10 +22,18 @@ WAIT_SECONDS = 0.3
 HISTOGRAMS = ("queue", "prefill", "decode")
 
 
+class Endless(ServedTarget):
+    """Its texts never end, with whatever seed the server draws."""
+
+    def _choose(self, seq, length):
+        chosen = super()._choose(seq, length)
+        return EOS + 1 if chosen == EOS else chosen
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     """It has one slot."""
-    with serving(ServedTarget(slots=1, pause=PAUSE_SECONDS, max_len=6000), k=0) as running:
+    with serving(Endless(slots=1, pause=PAUSE_SECONDS, max_len=6000), k=0) as running:
         yield running
 
 
