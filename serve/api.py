@@ -11,6 +11,7 @@ from functools import partial
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from serve import spare_memory
 from serve.answer import answer
 from serve.anthropic.routes import anthropic_routes
 from serve.anthropic.schema import MessagesRequest, PromptRequest
@@ -34,7 +35,6 @@ from serve.responses.schema import ResponsesRequest
 from serve.runner import EngineRunner
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
-from serve.spare_memory import of_this_process
 from serve.tokens import DetokenizeRequest, TokenizeText, token_routes
 from serve.ui.routes import ui_routes
 from specdec.audit.making import Identity
@@ -109,11 +109,8 @@ def create_app(
         await asyncio.to_thread(_read_vocabulary, context)
         runner.start()
         lifecycle.runner = runner
-        spare = of_this_process()
-        watching = spare and asyncio.create_task(spare.watch())
-        yield
-        if watching:
-            watching.cancel()
+        async with spare_memory.given_back():
+            yield
         await asyncio.to_thread(runner.close)
 
     app = FastAPI(

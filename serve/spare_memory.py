@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 SECONDS = 10.0
@@ -37,6 +38,18 @@ class SpareMemory:
         if size - self._least >= GROWN:
             await asyncio.to_thread(self._give_back)
             self._least = self._size()
+
+
+@asynccontextmanager
+async def given_back() -> AsyncIterator[None]:
+    """While the block runs, what this process does not use goes back to the system."""
+    spare = of_this_process()
+    watching = spare and asyncio.create_task(spare.watch())
+    try:
+        yield
+    finally:
+        if watching:
+            watching.cancel()
 
 
 def of_this_process() -> SpareMemory | None:
