@@ -39,10 +39,10 @@ from PIL import Image
 from targets import mini
 from tests.hostile_pictures import hostile, seeds
 from tests.support.commands import free_port, wait_until_ready
+from tests.support.constrained import AMBIGUOUS
 from tools import seeing_mini
 
 PLAIN = {"prompt": "def add(first, second):", "max_tokens": 4, "ignore_eos": True}
-AMBIGUOUS = 'start: s\ns: s s | s s s | "a"\n'
 STREAMED = 100
 """Tokens of a stream of which the gaps are measured."""
 BESIDE = 52
@@ -194,7 +194,6 @@ def plain_beside(client: httpx.Client, max_len: int) -> httpx.Response:
 
 
 def ambiguous(client: httpx.Client, max_len: int) -> httpx.Response:
-    """A text of a grammar that has more readings with each token."""
     body: dict[str, Any] = {"prompt": "a", "max_tokens": BESIDE, "min_tokens": BESIDE}
     body["structured_outputs"] = {"grammar": AMBIGUOUS}
     return client.post("/v1/completions", json=body)

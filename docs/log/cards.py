@@ -23,9 +23,9 @@ from drafters import registry
 from specdec.assembly.engine import make_engine, serving_engine
 from specdec.assembly.model import Model, random_model
 from specdec.core.config import ModelConfig, PrefixConfig
-from specdec.core.constraint import Unrestricted
 from specdec.core.engine import Engine
 from specdec.core.types import Sampling, Sequence
+from tests.support.constrained import EveryThird
 
 MOST_K = 7
 LONGEST = 1024
@@ -59,18 +59,6 @@ def model_of(asked: argparse.Namespace, tp: int, slots: int = 8, max_len: int = 
     model = random_model(asked.name, config, speculation("auto", MOST_K))
     print(f"{tp} cards: loaded in {time.perf_counter() - began:.1f} s", flush=True)
     return model
-
-
-class EveryThird(Unrestricted):
-    """Allows a third of the words, another one after each token."""
-
-    def masks(self, seq: Sequence, draft, out: np.ndarray) -> None:
-        text = [*seq.tokens, *draft]
-        for row in range(len(draft) + 1):
-            word = len(seq.tokens) + row
-            bits = np.zeros(out.shape[1] * 32, bool)
-            bits[(word + text[word - 1]) % 3 :: 3] = True
-            out[row] &= np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 @cache

@@ -6,10 +6,13 @@ import random
 from collections.abc import Sequence as Seqs
 from functools import cache
 
+import numpy as np
+
 from specdec.constraints.constraint import TextConstraint, TextRules
 from specdec.constraints.json_schema import json_grammar
 from specdec.constraints.rules import ThinkingLimit
 from specdec.constraints.vocabulary import Vocabulary
+from specdec.core.constraint import Unrestricted
 from specdec.core.engine import Engine
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Sampling, Sequence
@@ -26,6 +29,8 @@ SCHEMA = {
     "required": ["name", "count", "tags"],
     "additionalProperties": False,
 }
+AMBIGUOUS = 'start: s\ns: s s | s s s | "a"\n'
+"""A grammar that has more readings with each token, until a limit ends its text."""
 PROMPTS = ("def quicksort(items):", "class Stack:\n    def", "import os\n\n# the names\nnames =")
 
 
@@ -53,6 +58,18 @@ def rules() -> list[TextRules | None]:
         TextRules(budget=ThinkingLimit(*thought, tokens=5, inside=True)),  # pyright: ignore
         TextRules(grammar=grammar, bad_words=(word,)),
     ]
+
+
+class EveryThird(Unrestricted):
+    """Allows a third of the words, another one after each token."""
+
+    def masks(self, seq: Sequence, draft: Seqs[int], out: np.ndarray) -> None:
+        text = [*seq.tokens, *draft]
+        for row in range(len(draft) + 1):
+            word = len(seq.tokens) + row
+            bits = np.zeros(out.shape[1] * 32, bool)
+            bits[(word + text[word - 1]) % 3 :: 3] = True
+            out[row] &= np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def requests(temperature: float, tokens: int = 24, constrain: bool = True) -> list[Sequence]:

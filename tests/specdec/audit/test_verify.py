@@ -14,6 +14,7 @@ from specdec.audit.verify import verify
 from specdec.cli import main
 from tests.support.audits import changed, text_of
 from tests.support.commands import refused
+from tests.support.constrained import AMBIGUOUS
 from tests.support.serving import ServedTarget, Server, serving
 
 CODE = "def add(first, second):\n    return"
@@ -259,7 +260,6 @@ def test_the_doors_answers_are_verified(tmp_path):
 
 
 def test_an_answer_that_its_grammars_cost_ended(mini_server, capsys, tmp_path):
-    grammar = 'start: s\ns: s s | s s s | "a"\n'
     reply = mini_server.post(
         "completions",
         model="mini",
@@ -267,7 +267,7 @@ def test_an_answer_that_its_grammars_cost_ended(mini_server, capsys, tmp_path):
         max_tokens=100,
         temperature=0,
         logit_bias={"1": -100, "9": -100, "16": -100},
-        structured_outputs={"grammar": grammar},
+        structured_outputs={"grammar": AMBIGUOUS},
         include_receipt=True,
     ).json()["choices"][0]
     assert "grammar_limit" in reply["notice"] and reply["finish_reason"] == "length"

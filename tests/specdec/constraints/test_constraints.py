@@ -23,6 +23,7 @@ from specdec.core.errors import UserError
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from tests.support.constrained import (
+    AMBIGUOUS,
     SCHEMA,
     check_predictions,
     mini_tokenizer,
@@ -270,7 +271,7 @@ def test_documents_are_valid_and_logprobs_are_the_unmasked_ones():
     assert first.top == forced.top and forced.logprob < first.logprob
 
 
-AMBIGUOUS = composed('start: s\ns: s s | s s s | "a"\n', {})
+COMPOSED = composed(AMBIGUOUS, {})
 
 
 def ambiguous_text(engine, guesses: list[int] | None) -> tuple[list[int], str | None, list[int]]:
@@ -278,7 +279,7 @@ def ambiguous_text(engine, guesses: list[int] | None) -> tuple[list[int], str | 
     grammar."""
     tokenizer = mini_tokenizer()
     prompt = tokenizer.encode("a")
-    constraint = TextConstraint(TextRules(grammar=AMBIGUOUS), mini_vocabulary())
+    constraint = TextConstraint(TextRules(grammar=COMPOSED), mini_vocabulary())
     # a text that goes on until the grammar ends it
     never_ends = Sampling(logit_bias=tuple((i, -100.0) for i in tokenizer.stop_ids))
     seq = Sequence(list(prompt), never_ends, max_tokens=100, constraint=constraint)
@@ -303,10 +304,8 @@ def test_an_ambiguous_grammar_ends_at_the_same_token_whatever_was_drafted(worded
 def test_a_limit_at_a_drafted_place_leaves_the_constraint_as_it_was():
     tokenizer = mini_tokenizer()
     (a,) = tokenizer.encode("a")[1:]
-    seq = Sequence([2], constraint=TextConstraint(TextRules(grammar=AMBIGUOUS), mini_vocabulary()))
-    fresh = Sequence(
-        [2], constraint=TextConstraint(TextRules(grammar=AMBIGUOUS), mini_vocabulary())
-    )
+    seq = Sequence([2], constraint=TextConstraint(TextRules(grammar=COMPOSED), mini_vocabulary()))
+    fresh = Sequence([2], constraint=TextConstraint(TextRules(grammar=COMPOSED), mini_vocabulary()))
     limits = []
     for _ in range(60):
         drafted = mask_rows([seq], np.full((1, 7), a, np.int32), 4096)

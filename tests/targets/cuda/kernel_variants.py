@@ -64,3 +64,14 @@ def covering(made: list[Variant]) -> list[Variant]:
         chosen.append(max(made, key=lambda variant: len(left & set(variant.macros))))
         left -= set(chosen[-1].macros)
     return chosen
+
+
+def changed(variant: Variant, file: str, before: str, after: str, folder: Path) -> Variant:
+    """The variant in `folder`, beside all sources, of which one file has a line in place of
+    another. Headers come from `launch.SOURCES`: a caller sets that to the folder."""
+    for source in launch.SOURCES.glob("*.cu*"):
+        (folder / source.name).write_text(source.read_text())
+    whole = (folder / file).read_text()
+    assert whole.count(before) == 1, (file, before)
+    (folder / file).write_text(whole.replace(before, after))
+    return Variant(variant.file, variant.macros, folder)

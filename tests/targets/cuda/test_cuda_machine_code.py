@@ -10,7 +10,7 @@ import pytest
 from targets.cuda import launch
 from targets.cuda.launch import Variant, compile_variant
 from tests import machine_code
-from tests.targets.cuda.kernel_variants import FILES, covering, needed, variants
+from tests.targets.cuda.kernel_variants import FILES, changed, covering, needed, variants
 
 SOURCE = """extern "C" __global__ void first(int* to, int v) { __shared__ int s[32]; *to = s[v]; }
 extern "C" __global__ void second(float* to, float v) { *to = v * 3.0f; }"""
@@ -61,15 +61,10 @@ def test_a_name_changes_no_digest_and_a_number_does(tmp_path):
 
 
 def test_one_line_of_a_kernel_changes_its_digest(tmp_path, monkeypatch):
-    for file in launch.SOURCES.glob("*.cu*"):
-        (tmp_path / file.name).write_text(file.read_text())
-    variant = needed("attention_combine")[0]
-    source = tmp_path / "attention_combine.cu"
-    whole = source.read_text()
-    assert whole.count("  wait_for_previous();\n") == 1
-    source.write_text(whole.replace("  wait_for_previous();\n", ""))
+    variant, line = needed("attention_combine")[0], "  wait_for_previous();\n"
+    without = changed(variant, "attention_combine.cu", line, "", tmp_path)
     monkeypatch.setattr(launch, "SOURCES", tmp_path)
-    changed = compile_variant(Variant(variant.file, variant.macros, tmp_path))
+    binary = compile_variant(without)
     recorded = machine_code.table()
     if recorded["nvidia-cuda-nvrtc"] == machine_code.compiler():
-        assert machine_code.digest(changed) != recorded["digests"][machine_code.key(variant)]
+        assert machine_code.digest(binary) != recorded["digests"][machine_code.key(variant)]

@@ -17,13 +17,11 @@ import pytest
 from targets.cuda import launch
 from targets.cuda.launch import Variant, compile_variant
 from tests.machine_code import key, sections
-from tests.targets.cuda.kernel_variants import covering, needed
+from tests.targets.cuda.kernel_variants import changed, covering, needed
 
 RINGS = "gemm", "attention_fused"
 """Files of kernels that load from a ring into registers. wide.cu and w8a8.cu wait for the tensor
 cores, which have then read it."""
-BYTES = 16
-"""Of an instruction."""
 OPCODE = 0xFFF
 """An instruction's lowest bits."""
 LOAD = 0x984
@@ -99,15 +97,8 @@ def test_every_variant_frees_its_stages_so(file):
 
 
 def test_an_arrival_that_waits_for_no_load_is_found(tmp_path, monkeypatch):
-    for file in launch.SOURCES.glob("*.cu*"):
-        (tmp_path / file.name).write_text(file.read_text())
-    ring = tmp_path / "ring.cuh"
-    whole = ring.read_text()
-    assert whole.count("arrive(empty + (loaded & zero))") == 1
-    ring.write_text(whole.replace("arrive(empty + (loaded & zero))", "arrive(empty)"))
+    variant, waits = covering(needed("gemm"))[0], "arrive(empty + (loaded & zero))"
+    without = changed(variant, "ring.cuh", waits, "arrive(empty)", tmp_path)
     monkeypatch.setattr(launch, "SOURCES", tmp_path)
-    variant = covering(needed("gemm"))[0]
-    early, count = arrivals_before_loads(
-        compile_variant(Variant(variant.file, variant.macros, tmp_path))
-    )
+    early, count = arrivals_before_loads(compile_variant(without))
     assert 0 < early < count

@@ -16,7 +16,6 @@ import torch
 from drafters.lookup.cuda import DeviceLookup
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.core.constraint import Unrestricted
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sequence
@@ -26,6 +25,7 @@ from targets.cuda.device_loop import device_loop
 from targets.cuda.launch import Launcher
 from targets.cuda.load import CudaOptions, random_target
 from targets.cuda.load_cards import random_cards
+from tests.support.constrained import EveryThird
 from tests.support.modes import MODES
 
 pytestmark = pytest.mark.gpu
@@ -34,18 +34,6 @@ ARCH = replace(WHOLE, layers=WHOLE.layers[:12], vocab=8192)
 LENGTHS = 3, 17, 60, 200, 400, 512, 700, 1020
 """Of prompts, in tokens."""
 REPEATS = 60
-
-
-class EveryThird(Unrestricted):
-    """Allows a third of the words, another one after each token."""
-
-    def masks(self, seq: Sequence, draft, out: np.ndarray) -> None:
-        text = [*seq.tokens, *draft]
-        for row in range(len(draft) + 1):
-            word = len(seq.tokens) + row
-            bits = np.zeros(out.shape[1] * 32, bool)
-            bits[(word + text[word - 1]) % 3 :: 3] = True
-            out[row] &= np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 @cache
