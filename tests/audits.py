@@ -6,8 +6,9 @@ python -m tests.audits --makers none ngram/device --forgeries 100    # a part
 
 Forgeries are drawn from the answers of all makers, about a third each: ids and ends, requests, and
 the same requests with the log-probabilities and commitments of the honest answer. Prints counts,
-and ends with code 1 at the first thing that is not so. A maker is DRAFTER, DRAFTER/device or
-DRAFTER/cuda (the CUDA target's references, on the CPU).
+and ends with code 1 at the first thing that is not so. A maker is DRAFTER, DRAFTER/device,
+DRAFTER/cuda (the CUDA target's references, on the CPU), DRAFTER/card or DRAFTER/card-device (its
+kernels). Answers of other weights and dtypes are made as the first maker's are.
 """
 
 from __future__ import annotations
@@ -63,7 +64,15 @@ MAKERS = (
     "ngram/cuda",
 )
 OTHER = {"int8": {"int8": True}, "bfloat16": {"dtype": "bfloat16"}, "K/V": {"kv_dtype": "int8"}}
-"""Set-ups whose answers are claimed for float32."""
+"""Set-ups whose answers are claimed for JAX's default, float32."""
+OTHER_ON_CARDS = {"fp8": {"dtype": "fp8"}, "int4": {"dtype": "int4"}, "K/V": {"kv_dtype": "fp8"}}
+"""The same for CUDA's bfloat16."""
+PLACES: dict[str, dict[str, Any]] = {
+    "cuda": {"backend": "cuda", "device": "cpu", "dtype": "bfloat16"},
+    "card": {"backend": "cuda", "dtype": "bfloat16"},
+    "card-device": {"backend": "cuda", "dtype": "bfloat16"},
+}
+"""Options of what stands behind a maker's slash."""
 TEXTS = (
     "def add(first, second):\n    return",
     "class Stack:\n    def __init__(self):\n        self.items = []\n",
@@ -141,10 +150,9 @@ def requests(model: Model, draw: random.Random) -> list[Asked]:
 def loaded(maker: str, **options: Any) -> tuple[Model, Any]:
     """A model with a maker's drafter, and its speculation."""
     drafter, _, where = maker.partition("/")
-    if where == "cuda":
-        options |= {"backend": "cuda", "device": "cpu", "dtype": "bfloat16"}
+    options = PLACES.get(where, {}) | options
     config = ModelConfig(options.pop("model", "mini"), max_len=512, slots=BATCH, **options)
-    loop = "device" if where == "device" else "host"
+    loop = "device" if where.endswith("device") else "host"
     own = registry.config_type()(drafter=drafter, k=4, loop=loop)
     speculation = registry.resolved(own, config)
     return load_model(config, speculation), speculation
@@ -344,18 +352,20 @@ def one_bit_changed(folder: Path) -> Path:
     return model
 
 
-def check_others(asked_seed: int, honest: Seqs[Receipt]) -> None:
-    """Answers of other arithmetics and of other weights that are claimed for these."""
+def check_others(maker: str, asked_seed: int) -> None:
+    """Answers of other arithmetics and of other weights that are claimed for a maker's."""
+    _, honest = made(maker, random.Random(asked_seed))
+    others = OTHER_ON_CARDS if "/card" in maker else OTHER
     with TemporaryDirectory() as folder:
         weights = {"one bit of the weights": {"model": str(one_bit_changed(Path(folder)))}}
-        _check_others(OTHER | weights, asked_seed, honest)
+        _check_others(others | weights, maker, asked_seed, honest)
 
 
 def _check_others(
-    others: dict[str, dict[str, Any]], asked_seed: int, honest: Seqs[Receipt]
+    others: dict[str, dict[str, Any]], maker: str, asked_seed: int, honest: Seqs[Receipt]
 ) -> None:
     for name, options in others.items():
-        _, receipts = made("none", random.Random(asked_seed), **options)
+        _, receipts = made(maker, random.Random(asked_seed), **options)
         claimed = [
             r.model_copy(update={"model": h.model, "arithmetic": h.arithmetic})
             for r, h in zip(receipts, honest, strict=True)
@@ -369,7 +379,7 @@ def _check_others(
             for triple in zip(some, honest, found, strict=True):
                 check(*triple)
         print(
-            f"{name}, claimed for mini in float32: seen in {seen[0]} of {len(claimed)} by ids, "
+            f"{name}, claimed for {maker}: seen in {seen[0]} of {len(claimed)} by ids, "
             f"in {seen[1]} with log-probabilities, in {seen[2]} with commitments",
             flush=True,
         )
@@ -395,8 +405,7 @@ def main() -> None:
     pairs = [next(drawn) for _ in range(rest)]
     check_answers([f for f, _ in pairs], [h for _, h in pairs])
     check_requests(forged)
-    _, honest = made("none", random.Random(options.seed))
-    check_others(options.seed, honest)
+    check_others(options.makers[0], options.seed)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from tests.support.constrained import EveryThird
 MOST_K = 7
 LONGEST = 1024
 """Tokens of a prompt up to which one card and several have the same bits."""
-OUTPUT = 96
+OUTPUT = 256
 """Tokens of an answer at most."""
 REPORTED = 5
 """Rounds between two lines of progress."""
@@ -52,7 +52,7 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def model_of(asked: argparse.Namespace, tp: int, slots: int = 8, max_len: int = 5632) -> Model:
+def model_of(asked: argparse.Namespace, tp: int, slots: int = 8, max_len: int = 9216) -> Model:
     began = time.perf_counter()
     kv = {"kv_dtype": asked.kv_dtype, "dtype": asked.dtype, "max_len": max_len}
     config = ModelConfig(asked.name, backend="cuda", slots=slots, tp=tp, **kv)
@@ -204,7 +204,7 @@ def timed(model: Model, tp: int) -> None:
         print(f"{tp} cards, {count} rows: {ms:.3f} ms a step, {count / ms * 1e3:.1f} tok/s")
     widths = {width: verify_ms(model, width) for width in (1, 5, 8)}
     print(f"{tp} cards, verify by host: { ({w: round(ms, 3) for w, ms in widths.items()}) } ms")
-    for length in (128, 512, 1000):
+    for length in (128, 512, 1000, 8192):
         print(f"{tp} cards, first token of {length}: {first_token_ms(engine, length):.1f} ms")
 
 
@@ -212,12 +212,12 @@ def main() -> None:
     asked = options()
     print(f"{asked}, {torch.cuda.get_device_name()} x {torch.cuda.device_count()}", flush=True)
     one, several = model_of(asked, 1), model_of(asked, asked.tp)
-    if asked.tokens:
-        campaign(asked, one, several)
-        long_prompt(several)
     if asked.timed:
         timed(one, 1)
         timed(several, asked.tp)
+    if asked.tokens:
+        campaign(asked, one, several)
+        long_prompt(several)
 
 
 if __name__ == "__main__":

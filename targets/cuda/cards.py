@@ -149,9 +149,25 @@ class CardsCycle:
 
 
 def on_card(rank: CudaTarget, work: Callable[[], Result]) -> Result:
-    """With this rank's card as the current one."""
-    with torch.cuda.device(rank.device):
-        return work()
+    """With this rank's card as the current one. Raises RuntimeError where a card waited in vain for
+    another one's sums: no launch of this process succeeds from then on."""
+    try:
+        with torch.cuda.device(rank.device):
+            return work()
+    except RuntimeError as problem:
+        if not _was_trapped(problem):
+            raise
+        raise RuntimeError(
+            "a GPU waited 2 seconds in vain for the sums of another one that shares the model: "
+            "restart, and look for a failed GPU or link (nvidia-smi -q, dmesg)"
+        ) from problem
+
+
+def _was_trapped(problem: RuntimeError) -> bool:
+    """Only `receive4` of kernels/exchange.cuh traps. The driver and torch have words of their own
+    for it."""
+    words = str(problem).lower().replace("_", " ")
+    return "launch failure" in words or "launch failed" in words
 
 
 def _moved(rows: Rows, rank: CudaTarget) -> Rows:

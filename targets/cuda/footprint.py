@@ -21,6 +21,7 @@ from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
 from targets.cuda.prefill_kernels import padded_keys, room_of
 from targets.cuda.reader import QUANTISED, quantised
+from targets.cuda.tower_graphs import MOST_PATCHES
 from targets.cuda.untile import WHOLE_BYTES
 from targets.memory import Need, gib, largest
 from targets.tensors import TensorSpec, all_tensors
@@ -79,7 +80,8 @@ def need(arch: Arch, shape: TargetShape) -> Need:
     weights = weight_bytes(arch, shape.dtype, shape.own) + copied_bytes(arch, shape)
     weights += vision_memory.weight_bytes(shape.vision, arch.hidden, WIDE[shape.dtype])
     workspace = _workspace(arch, shape)
-    workspace += vision_memory.workspace_bytes(shape.vision, WIDE[shape.dtype])
+    wide = WIDE[shape.dtype]
+    workspace += vision_memory.workspace_bytes(shape.vision, wide, captured=MOST_PATCHES)
     return Need(weights, cache_bytes(arch, shape), workspace)
 
 

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specdec.core.pictures import Picture
 from targets.cuda.formulas import gelu, rms
+from targets.cuda.tower_graphs import TowerGraphs
 from targets.vision.files import VisionFiles
 from targets.vision.spec import LAYER_NORM_EPS, PROJECTOR, TowerSpec, VisionSpec
 from targets.vision.tensors import (
@@ -85,12 +86,15 @@ class PictureEncoder:
         self.spec, self.weights, self.eps = spec, weights, eps
         projector = weights.top[PROJECTOR]
         self.device, self.dtype = projector.device, projector.dtype
+        self._soft = TowerGraphs(self._encode) if self.device.type == "cuda" else self._encode
 
     @torch.inference_mode()
     def encode(self, picture: Picture) -> Tensor:
         """-> soft tokens [S, H] in the weights' dtype."""
         levels = torch.from_numpy(picture.levels).to(self.device)
-        positions = torch.from_numpy(picture.positions).to(self.device).long()
+        return self._soft(levels, torch.from_numpy(picture.positions).to(self.device).long())
+
+    def _encode(self, levels: Tensor, positions: Tensor) -> Tensor:
         pixels = levels.float() * LEVEL
         if self.spec.tower is None:
             rows = self._embedded(pixels, positions)
@@ -149,8 +153,7 @@ class PictureEncoder:
         return h + self._rms(x, w["post_feedforward_layernorm.weight"])
 
     def _rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        wide = rms(x, None if weight is None else weight.float(), self.spec.eps)
-        return wide.to(self.dtype)
+        return F.rms_norm(x, x.shape[-1:], weight, self.spec.eps)  # float32 within, rounded once
 
 
 def _linear(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:

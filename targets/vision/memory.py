@@ -18,9 +18,12 @@ def weight_bytes(spec: VisionSpec | None, hidden: int, itemsize: int) -> int:
     return 0 if spec is None else vision_values(spec, hidden) * itemsize
 
 
-def workspace_bytes(spec: VisionSpec | None, itemsize: int, scores: int = 0) -> int:
+def workspace_bytes(
+    spec: VisionSpec | None, itemsize: int, scores: int = 0, captured: int = 0
+) -> int:
     """One picture's activations at the largest budget, and the soft tokens that are kept. scores:
-    queries of which all scores are held at once."""
+    queries of which all scores are held at once. captured: patches up to which graphs keep
+    activations of their own."""
     if spec is None:
         return 0
     tower = spec.tower
@@ -28,4 +31,5 @@ def workspace_bytes(spec: VisionSpec | None, itemsize: int, scores: int = 0) -> 
     if tower is not None:
         values += GATES_AT_ONCE * tower.ffw
         values += 2 * tower.heads * scores * 4 // itemsize
-    return spec.most_patches * values * itemsize + ROWS_BYTES
+    patches = spec.most_patches + min(captured, spec.most_patches)
+    return patches * values * itemsize + ROWS_BYTES

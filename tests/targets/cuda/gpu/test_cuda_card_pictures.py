@@ -94,7 +94,8 @@ def test_soft_tokens_are_a_function_of_the_pixels():
         picture = of_levels(pixels, spec.budget, spec.patches)
         first = card.soft_tokens._encoder.encode(picture)
         card.soft_tokens._encoder.encode(of_levels(OTHER, spec.budget, spec.patches))
-        assert torch.equal(card.soft_tokens._encoder.encode(picture), first)
+        for _ in range(2):  # captured, then replayed
+            assert torch.equal(card.soft_tokens._encoder.encode(picture), first)
         theirs = exact.soft_tokens._encoder.encode(picture)
         error = (first.float().cpu() - theirs).norm() / theirs.norm()
         assert error < 0.03

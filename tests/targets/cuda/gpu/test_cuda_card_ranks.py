@@ -6,6 +6,8 @@ are divided, the one head of a global layer is on every card.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -119,3 +121,29 @@ def test_a_forward_is_the_same_each_time_beside_attention_with_little_cache(monk
         now = list(bits(target))
         first = first or now
         assert all(map(torch.equal, now, first))
+
+
+SILENT = """
+import numpy as np
+from specdec.core.types import Sequence
+from targets.cuda.cards import CardsTarget
+from tests.targets.cuda.gpu.test_cuda_card_ranks import ARCH, target_of
+
+target = target_of(2, "fp8")
+seq = Sequence([7] * 60, slot=0)
+target.prefill(seq, 0, 60)
+seq.tokens.append(5)
+alone = CardsTarget(ARCH, target.ranks[:1])
+print("waits", flush=True)
+alone.verify([seq], np.empty((1, 0), np.int32))
+"""
+"""Of two cards the second one is given nothing to do."""
+
+
+def test_a_card_that_stays_silent_ends_the_process_with_one_line():
+    target_of(2, "fp8")  # or skips
+    child = [sys.executable, "-c", SILENT]
+    ended = subprocess.run(child, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stdout == "waits\n"
+    assert ended.stderr.splitlines()[-1].startswith("RuntimeError: a GPU waited 2 seconds in vain")
