@@ -1,5 +1,5 @@
-"""A picture's encoding as a CUDA graph: some 1,300 launches, most of them shorter than what the host
-needs for one.
+"""A picture's encoding as a CUDA graph: some 1,300 launches, most shorter than what the host needs
+for one.
 
 A graph is captured for a number of patches, on which every shape depends and nothing else does. The
 first picture of a size runs uncaptured: most sizes come once. A card test asserts that both have
