@@ -59,6 +59,10 @@ class LayerSpec:
     normed: bool = True
     """Queries, keys and values are normed; else scores are scaled by head_dim ** -0.5 (Llama's
     layers, of which draft heads are made)."""
+    raw_values: bool = field(default=False, repr=False)
+    """Values are taken as they are, also where queries and keys are normed (Qwen3's layers)."""
+    both_ways: bool = field(default=False, repr=False)
+    """The tokens of a call see each other, not those before them alone (block drafters)."""
 
     @property
     def sliding(self) -> bool:

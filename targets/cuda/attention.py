@@ -90,13 +90,15 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """Compile-time constants of a layer: head_dim, keys of a chunk, whether heads are normed. The
-    number of query heads per KV head is passed at run time: compiled in, it costs 0.6 % with
+    """Compile-time constants of a layer: head_dim, keys of a chunk, and as `LayerSpec` has them.
+    The number of query heads per KV head is passed at run time: compiled in, it costs 0.6 % with
     several tokens (docs/performance.md)."""
 
     dim: int
     chunk: int
     normed: bool
+    raw_values: bool
+    both_ways: bool
 
     @property
     def padded(self) -> int:
@@ -343,9 +345,11 @@ def _variant(
 ) -> Variant:
     size = ("PADDED_HEAD_DIM", heads.padded), ("HEAD_DIM", heads.dim), ("CHUNK_KEYS", heads.chunk)
     tiles = () if tiles_m is None else (("TILES_M", tiles_m),)
-    raw = () if heads.normed else (("NORMED", 0),)
+    other = () if heads.normed else (("NORMED", 0),)
+    other += (("RAW_VALUES", 1),) if heads.raw_values else ()
+    other += (("BOTH_WAYS", 1),) if heads.both_ways else ()
     lanes = (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
-    return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *raw, *lanes))
+    return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *other, *lanes))
 
 
 def _filled(tiles_m: int) -> int:
@@ -368,7 +372,8 @@ def _vectors_bytes(dim: int, tokens: int, kv8: int) -> int:
 
 
 def _heads(layer: LayerSpec) -> _Heads:
-    return _Heads(layer.head_dim, _chunk(layer), layer.normed)
+    kind = layer.normed, layer.raw_values, layer.both_ways
+    return _Heads(layer.head_dim, _chunk(layer), *kind)
 
 
 def _chunk(layer: LayerSpec) -> int:

@@ -98,7 +98,9 @@ def key_and_value(
     first = layer.heads * layer.head_dim
     raw = rows[..., first : first + size].unflatten(-1, (layer.kv_heads, layer.head_dim))
     value = raw if layer.k_eq_v else rows[..., first + size :].unflatten(-1, raw.shape[-2:])
-    return (rms(raw, k_norm, eps), rms(value, None, eps)) if layer.normed else (raw, value)
+    if not layer.normed:
+        return raw, value
+    return rms(raw, k_norm, eps), value if layer.raw_values else rms(value, None, eps)
 
 
 def gate(gate_up: Tensor, silu: bool = False) -> Tensor:
@@ -107,16 +109,18 @@ def gate(gate_up: Tensor, silu: bool = False) -> Tensor:
     return (F.silu(left) if silu else gelu(left)) * right
 
 
-def attend(q: Tensor, cache: LayerCache, slot: int, position: int, window: int | None) -> Tensor:
-    """One query q [K, G, D] over all it may see -> [K, G, D]: a partial per chunk of keys
-    (best score, sum, mixed values), combined by rising position. No 1 / sqrt(D): q and k
-    are normed."""
+def attend(
+    q: Tensor, cache: LayerCache, slot: int, position: int, window: int | None, newest: int
+) -> Tensor:
+    """One query q [K, G, D] over all it may see, up to position `newest` -> [K, G, D]: a partial
+    per chunk of keys (best score, sum, mixed values), combined by rising position. No 1 / sqrt(D):
+    q and k are normed."""
     oldest = 0 if window is None else max(0, position - window + 1)
-    start, stop = oldest // CHUNK * CHUNK, (position // CHUNK + 1) * CHUNK
+    start, stop = oldest // CHUNK * CHUNK, (newest // CHUNK + 1) * CHUNK
     k, v = _chunks(cache, slot, start, stop)
     scores = q @ k.transpose(1, 2)
     scores[..., : oldest - start] = MASKED
-    scores[..., position + 1 - start :] = MASKED
+    scores[..., newest + 1 - start :] = MASKED
     scores = scores.unflatten(-1, (-1, CHUNK))
     best = scores.amax(-1)  # [K, G, C]
     parts = torch.exp(scores - best[..., None])

@@ -18,6 +18,7 @@ from drafters.dflash.cuda.placing import arch_of, place
 from drafters.dflash.jax import body, choosing
 from drafters.dflash.spec import BlockHead, BlockLayer, BlockSpec
 from targets.arch import Rope
+from targets.cuda.ops import Rows
 from targets.cuda.reference import Reference
 from tests.support.block_heads import CAUSAL, FORMS, FULL, SPECS, random_block
 from tests.support.block_oracle import BlockOracle
@@ -99,6 +100,11 @@ def by_jax(head: BlockHead):
     return weights, hidden, logits, score
 
 
+def called(tokens: int, starts, slots) -> Rows:
+    ints = (torch.tensor(tuple(each), dtype=torch.int32) for each in (starts, slots))
+    return Rows(torch.zeros((len(slots), tokens), dtype=torch.int32), *ints)
+
+
 def by_torch(head: BlockHead):
     spec, (_, table, matrix, anchors) = head.spec, inputs()
     device, ops = torch.device("cpu"), Reference(arch_of(spec))
@@ -107,26 +113,31 @@ def by_torch(head: BlockHead):
     matrix = torch.tensor(head.weights.get("lm_head", matrix))
 
     def inject(caches, features, places):
-        where = torch.arange(2), torch.tensor(places)
-        torch_body.inject(placed, caches, torch.tensor(features), *where)
+        """Where a text ends within a part, the rest is written as what a verify rejected is."""
+        slots = [row if (own >= 0).any() else -1 for row, own in enumerate(places)]
+        start = places.max(initial=-1, axis=0)[0]
+        rows = called(features.shape[1], [start] * 2, slots)
+        torch_body.inject(placed, caches, torch.tensor(features), rows)
         return caches
 
     def make():
         blank = torch_body.make_caches(placed, 2, LONGEST)
-        for part in (part for layer in blank for part in layer):
+        for part in (part for layer in blank for part in (layer.k, layer.v)):
             part += 7
         return blank
 
     fed = torch.full((2, spec.slots), spec.mask_id)
     fed[:, 0] = torch.tensor(anchors)
-    where = torch.arange(2), torch.tensor(LENGTHS)
-    embedded = table[fed] * spec.embedding_scale
-    x = torch_body.block(placed, written(spec, inject, make), embedded, *where)
+    embedded = table[fed].flatten(0, 1) * spec.embedding_scale
+    rows = called(spec.slots, LENGTHS, (0, 1))
+    x = torch_body.block(placed, written(spec, inject, make), embedded, rows)
+    x = x.view(2, spec.slots, -1)
     hidden = torch_body.normed(placed, x)
     logits = hidden[:, spec.first :] @ matrix.T
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
-    among = torch_choosing.scored(placed, logits, hidden[:, spec.first :], torch.zeros(2, 320))
+    biases = torch.zeros(2, 320), torch.arange(2)
+    among = torch_choosing.scored(placed, logits, x[:, spec.first :], *biases)
 
     def score(j, previous):
         found = torch_choosing.scores(placed, among, j, torch.tensor(previous))

@@ -18,6 +18,7 @@ from drafters.dflash.cuda.snapshots import BlockSnapshots
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.types import NO_GUESS, Sequence
+from targets.cuda import cache as kv
 from targets.cuda.footprint import TargetShape
 from targets.cuda.host_drafter import HostHead
 from targets.cuda.noise import gumbel
@@ -128,8 +129,9 @@ def test_a_restored_prompt_is_drafted_from_as_a_read_one(tiny):
         chunks.append(snapshots.take_chunk(seq, start, start + 16))
     boundary = snapshots.take_boundary(seq, 32)
     snapshots.restore(Sequence(text, slot=1), 32, chunks, boundary)
-    for part in (part for layer in drafter.head.inputs.caches for part in layer):
-        assert torch.equal(part[0, :, :32], part[1, :, :32])
+    for layer in drafter.head.inputs.caches:
+        read, restored = (kv.read(layer, slot, 0, 32) for slot in (0, 1))
+        assert all(map(torch.equal, read, restored))
 
 
 def test_tables_that_are_the_targets_are_not_loaded_twice(tiny):
@@ -138,9 +140,9 @@ def test_tables_that_are_the_targets_are_not_loaded_twice(tiny):
     shared = BlockModel(head._replace(weights=head.weights | {"embed_tokens": table}), target)
     own = BlockModel(head, target)
     assert not shared.spec.own_table and own.spec.own_table
-    anchor = torch.tensor([7, 300], dtype=torch.int32)
-    exact = torch.from_numpy(table)[[7, 300]]
-    assert (shared.embed(anchor)[:, 0] - exact).abs().max() < 1e-6
+    tokens = shared.block_tokens(torch.tensor([7, 300], dtype=torch.int32))
+    exact = torch.from_numpy(table)[tokens.flatten().long()]
+    assert (shared.embed(tokens) - exact).abs().max() < 1e-6
 
 
 def test_what_a_head_needs_is_known_before_it_is_there(tiny):
@@ -152,7 +154,7 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     linears = [part for layer in placed.layers for part in vars(layer).values()]
     parts = [part.data for part in (*linears, placed.lm_head) if isinstance(part, Linear)]
     parts += [*placed.weights.values()]
-    parts += [part for cache in head.inputs.caches for part in cache]
+    parts += [part for cache in head.inputs.caches for part in (cache.k, cache.v)]
     held = sum(part.numel() * part.element_size() for part in parts)
     shape = TargetShape(2, 64, K + 1, 0, "fp8", "fp8")
     assert held < need_bytes(SPECS["dflash"], shape) < 2 * held

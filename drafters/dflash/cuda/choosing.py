@@ -11,26 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.dflash.cuda.body import Placed
+from drafters.dflash.cuda.body import Placed, normed
 from drafters.dflash.spec import PreviousToken, Selector
 
 
 class Scored(NamedTuple):
-    """What drafts are chosen from. logits [B, K, D], or [B, K, C] of the candidates ids [B, K, C];
-    hidden [B, K, H]: the slots' states."""
+    """What drafts are chosen from. logits [B, K, D]; of a selector [B, K, C] of the candidates ids
+    [B, K, C], and hidden [B, K, H], the slots' states after the final norm."""
 
     logits: Tensor
-    ids: Tensor | None
-    hidden: Tensor
+    ids: Tensor | None = None
+    hidden: Tensor | None = None
 
 
-def scored(placed: Placed, logits: Tensor, hidden: Tensor, bias: Tensor) -> Scored:
-    """bias [B, V]: the requests'; a word that it bars is no candidate."""
+def scored(placed: Placed, logits: Tensor, x: Tensor, biases: Tensor, slot: Tensor) -> Scored:
+    """x [B, K, H]: the slots' states before the final norm. biases [S, V]: the requests', by slot
+    [B]; a word that its row's bars is no candidate."""
     chooser = placed.spec.chooser
     if not isinstance(chooser, Selector):
-        return Scored(logits, None, hidden)
-    ids = (logits + bias[:, None, : logits.shape[-1]]).topk(chooser.candidates, -1).indices
-    return Scored(logits.gather(-1, ids), ids, hidden)
+        return Scored(logits)
+    bias = biases[slot.clamp(min=0).long(), None, : logits.shape[-1]]
+    ids = (logits + bias).topk(chooser.candidates, -1).indices
+    return Scored(logits.gather(-1, ids), ids, normed(placed, x))
 
 
 def scores(placed: Placed, among: Scored, j: int, previous: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ def scores(placed: Placed, among: Scored, j: int, previous: Tensor) -> Tensor:
     if isinstance(spec.chooser, PreviousToken):
         rows = w["markov_head.markov_w1"][before]
         return own + F.linear(rows, w["markov_head.markov_w2"]).float()
-    assert among.ids is not None, "a selector scores candidates"
+    assert among.ids is not None and among.hidden is not None, "a selector scores candidates"
     state = F.linear(among.hidden[:, j].to(placed.dtype), w["candidate_selector.hidden_projection"])
     context = w["candidate_selector.predecessor_codebook"][before] * state
     successors = w["candidate_selector.successor_codebook"][among.ids[:, j]]

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from drafters.dflash.cuda import body
-from drafters.dflash.cuda.body import LayerCache
+from drafters.dflash.cuda.body import PIECE
 from drafters.dflash.cuda.choosing import scored, scores, spread
 from drafters.dflash.cuda.model import BlockModel
+from targets.cuda.cache import LayerCache
 from targets.cuda.ops import Rows
 from targets.sampling_params import Rules, SamplingTable
-
-PIECE = 128
-"""Rows of a prompt that are written at once: what its sums take stays small."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +34,43 @@ def propose(inputs: Drafting, rows: Rows, needs_sampler: bool) -> None:
     count = min(rows.tokens.shape[1] - 1, spec.drafts)
     if count == 0:
         return
-    start = rows.start.clamp(min=0)
-    embedded = model.embed(rows.tokens[:, 0].contiguous())
-    x = body.block(model.placed, inputs.caches, embedded, rows.slot, start)
-    x = x[:, spec.first : spec.first + count]
-    bias = target.bias[rows.slot.clamp(min=0).long()]
-    among = scored(model.placed, model.logits(x), body.normed(model.placed, x), bias)
+    fed = Rows(model.block_tokens(rows.tokens[:, 0]), rows.start.clamp(min=0), rows.slot)
+    x = body.block(model.placed, inputs.caches, model.embed(fed.tokens), fed)
+    x = x.view(*fed.tokens.shape, -1)[:, spec.first : spec.first + count]
+    among = scored(model.placed, model.logits(x), x, target.bias, rows.slot)
     rules = Rules(target.bias, inputs.sampling_params, target.cache.tokens)
+    known = None if among.ids is not None else model.known
+    starts, slots = _places(rows, count, model.longest)
     for j in range(count):
         found = scores(model.placed, among, j, rows.tokens[:, j])
         found = spread(among, j, found, target.arch.vocab)
-        known = None if among.ids is not None else model.known
-        before = rows.start + j
-        slots = torch.where(before + 1 < model.longest, rows.slot, -1)
-        at = Rows(rows.tokens, before, slots.int())
-        model.guess(found, known, rules, at, j, needs_sampler)
+        model.guess(found, known, rules, Rows(rows.tokens, starts[j], slots[j]), j, needs_sampler)
+
+
+def _places(rows: Rows, count: int, longest: int) -> tuple[Tensor, Tensor]:
+    """The position that each guess follows [count, B], and the slot: -1 where no guess may lie."""
+    starts = rows.start + torch.arange(count, dtype=torch.int32, device=rows.start.device)[:, None]
+    return starts, torch.where(starts + 1 < longest, rows.slot, -1).int()
 
 
 @torch.inference_mode()
-def keep(inputs: Drafting, rows: Rows, features: Tensor, accepted: Tensor) -> None:
-    """Write the entries of features [B, T, F]: rows 0 .. accepted [B], the text's last token and
-    the guesses that stand."""
-    offset = torch.arange(features.shape[1], device=features.device)
-    positions = rows.start[:, None].long() + offset
-    stands = (offset <= accepted[:, None]) & (positions < inputs.model.longest)
-    places = torch.where(stands & (rows.slot >= 0)[:, None], positions, -1)
-    body.inject(inputs.model.placed, inputs.caches, features, rows.slot, places)
+def keep(inputs: Drafting, rows: Rows, features: Tensor) -> None:
+    """Write the entries of features [B, T, F]: those of the text's last token and of all guesses
+    behind it, whether they stand or not."""
+    fed = Rows(_tokens(features), rows.start.clamp(min=0), rows.slot)
+    body.inject(inputs.model.placed, inputs.caches, features, fed)
 
 
 @torch.inference_mode()
 def read(inputs: Drafting, slot: int, start: int, features: Tensor) -> None:
     """A chunk of a prompt: features [1, T, F] from position `start` on."""
-    device = features.device
-    where = torch.tensor([slot], device=device)
+    where = torch.full((1,), slot, dtype=torch.int32, device=features.device)
     for at in range(0, features.shape[1], PIECE):
         part = features[:, at : at + PIECE]
-        positions = start + at + torch.arange(part.shape[1], device=device)
-        body.inject(inputs.model.placed, inputs.caches, part, where, positions[None])
+        fed = Rows(_tokens(part), torch.full_like(where, start + at), where)
+        body.inject(inputs.model.placed, inputs.caches, part, fed)
+
+
+def _tokens(features: Tensor) -> Tensor:
+    """[B, T] for features [B, T, F]: what is stored depends on their number alone."""
+    return torch.empty(features.shape[:2], dtype=torch.int32, device=features.device)

@@ -34,4 +34,4 @@ class BlockDraftHead:
     def keep(
         self, rows: Rows, features: torch.Tensor, chosen: torch.Tensor, accepted: torch.Tensor
     ) -> None:
-        drafting.keep(self.inputs, rows, features, accepted)
+        drafting.keep(self.inputs, rows, features)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-from drafters.dflash.cuda.body import entries
+from drafters.dflash.cuda.body import SLACK
+from drafters.dflash.cuda.placing import arch_of
 from drafters.dflash.spec import BlockSpec, tensors
+from targets.cuda.attention import partial_bytes
+from targets.cuda.cache import HEAD_ALIGN, entries
 from targets.cuda.footprint import TargetShape
 from targets.cuda.graphs import bucket_of
 
@@ -20,23 +23,23 @@ LOGIT_COPIES = 3
 
 
 def need_bytes(spec: BlockSpec, shape: TargetShape) -> int:
-    """What a head adds to a target's need: weights, keys and values of each slot, what a block's
-    attention gathers of them, logits, and the states that a verify and a prefill chunk bring
-    along."""
+    """What a head adds to a target's need: weights, keys and values of each slot, partial sums of a
+    block's attention, logits, and the states that a verify and a prefill chunk bring along."""
     size = WIDE if shape.dtype == "float32" else NARROW
     weights = sum(
         (LINEAR.get(shape.dtype, 1) if _is_linear(name) else size) * prod(dims)
         for name, dims in tensors(spec).items()
     )
     body, rows = spec.body, bucket_of(shape.slots)
-    held = [entries(layer, shape.max_len) + 1 for layer in body.layers]
-    entry = 2 * body.kv_heads * body.head_dim
-    kept = entry * (shape.slots + 1) * sum(held)
-    gathered = 2 * entry * rows * max(held)
-    scored = rows * body.heads * spec.slots * max(held) * 2
+    layers = arch_of(spec).layers
+    held = [entries(layer, shape.max_len, SLACK) for layer in layers]
+    padded = -(-body.head_dim // HEAD_ALIGN) * HEAD_ALIGN
+    kept = 2 * body.kv_heads * padded * shape.slots * sum(held)
+    pairs = zip(layers, held, strict=True)
+    partial = max(partial_bytes(layer, rows * spec.slots, own) for layer, own in pairs)
     states = rows * shape.width + shape.chunk
     logits = LOGIT_COPIES * rows * spec.drafts * spec.draft_vocab
-    return weights + size * (kept + gathered) + WIDE * (spec.features * states + logits + scored)
+    return weights + size * kept + partial + WIDE * (spec.features * states + logits)
 
 
 def _is_linear(name: str) -> bool:

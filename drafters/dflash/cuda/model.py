@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.dflash.cuda.body import SLACK
 from drafters.dflash.cuda.placing import KINDS, ops_of, place
 from drafters.dflash.spec import BlockHead, check_pair
 from specdec.core.errors import UserError
@@ -41,7 +42,7 @@ class BlockModel:
         own = {"own_table": "embed_tokens" in weights, "own_head": "lm_head" in weights}
         self.spec = replace(head.spec, **own)
         kind = KINDS.get(target.dtype, "fp8")
-        ops = ops_of(self.spec, target.ops, self.longest, kind)
+        ops = ops_of(self.spec, target.ops, self.longest + SLACK, kind)
         self.placed = place(self.spec, weights, ops, kind, target.device)
         self.known = None
         ids = head.target_ids
@@ -77,17 +78,19 @@ class BlockModel:
         idle = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
         return self.target.ops.embed(self.target.weights.embedding, Rows(tokens, idle, idle))
 
-    def embed(self, anchor: Tensor) -> Tensor:
-        """A block's tokens embedded [B, U, H] float32: anchor [B] int32, then mask tokens."""
-        spec = self.spec
-        tokens = anchor.new_full((len(anchor), spec.slots), spec.mask_id)
+    def block_tokens(self, anchor: Tensor) -> Tensor:
+        """What a block is fed [B, U] int32: anchor [B], then mask tokens."""
+        tokens = anchor.new_full((len(anchor), self.spec.slots), self.spec.mask_id)
         tokens[:, 0] = anchor
+        return tokens
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [B, U] int32 -> [B U, H] float32."""
+        spec = self.spec
         if spec.own_table:
-            ids = tokens.clamp(0, spec.vocab - 1).long()
-            rows = self.placed.weights["embed_tokens"][ids].float()
-            return rows * spec.embedding_scale
-        rows = self._scaled(tokens).view(*tokens.shape, -1)
-        return rows * (spec.embedding_scale / self._factor)
+            ids = tokens.flatten().clamp(0, spec.vocab - 1).long()
+            return self.placed.weights["embed_tokens"][ids].float() * spec.embedding_scale
+        return self._scaled(tokens) * (spec.embedding_scale / self._factor)
 
     def logits(self, x: Tensor) -> Tensor:
         """States before the final norm [B, K, H] float32 -> [B, K, D] float32."""

@@ -13,7 +13,7 @@ from drafters.dflash.spec import BlockSpec
 from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec
 from targets.cuda.attention import HEADS
-from targets.cuda.formulas import inverse_frequencies
+from targets.cuda.cache import HEAD_ALIGN
 from targets.cuda.kernels import Kernels
 from targets.cuda.load import WIDEST
 from targets.cuda.ops import Linear, Ops
@@ -21,7 +21,6 @@ from targets.cuda.reader import quantise_fp8
 from targets.cuda.reference import Reference
 from targets.cuda.staging import Staging
 from targets.cuda.upload import as_tensor, upload
-from targets.cuda.variants import norm_variant
 
 KINDS = {"bfloat16": "bf16", "float32": "float32"}
 """Kind of the linear layers by the target's dtype; fp8 beside narrower ones."""
@@ -32,13 +31,16 @@ VECTOR = 1
 @dataclass(frozen=True)
 class Layer:
     """One layer's weights. kv: keys' rows, then values', where these have rows of their own.
-    vectors: norms and convolutions, by their last names."""
+    q_norm: with the factor of scores in it. vectors: other norms and convolutions, by their last
+    names."""
 
+    spec: LayerSpec
     q: Linear
     kv: Linear
     o: Linear
     gate_up: Linear
     down: Linear
+    q_norm: Tensor
     vectors: dict[str, Tensor]
 
 
@@ -56,26 +58,28 @@ class Placed:
     weights: dict[str, Tensor]
     """What is not a layer's: `fc`, tables, norms, the chooser's."""
     lm_head: Linear | None
-    inverse: Tensor
-    """[D / 2]: radians per position."""
 
 
 def arch_of(spec: BlockSpec) -> Arch:
-    """The head as the operations see it: one layer. Its attention is not theirs."""
+    """The head as the operations see it."""
     body = spec.body
-    layer = LayerSpec(
-        window=None,
-        heads=body.heads,
-        kv_heads=body.kv_heads,
-        head_dim=body.head_dim,
-        rope=body.rope,
-        k_eq_v=False,
-        kv_from=None,
-        ffw=body.ffw,
-        moe=None,
-        normed=False,
+    layers = tuple(
+        LayerSpec(
+            window=layer.window,
+            heads=body.heads,
+            kv_heads=body.kv_heads,
+            head_dim=body.head_dim,
+            rope=body.rope,
+            k_eq_v=body.gemma,
+            kv_from=None,
+            ffw=body.ffw,
+            moe=None,
+            raw_values=not body.gemma,
+            both_ways=not layer.causal,
+        )
+        for layer in body.layers
     )
-    sizes = spec.draft_vocab, body.hidden, (layer,), body.eps, None, 0, 0, spec.max_position
+    sizes = spec.draft_vocab, body.hidden, layers, body.eps, None, 0, 0, spec.max_position
     return Arch(*sizes, silu=not body.gemma)
 
 
@@ -85,15 +89,13 @@ def ops_of(spec: BlockSpec, target_ops: Ops, positions: int, kind: str) -> Ops:
     arch, body = arch_of(spec), spec.body
     if isinstance(target_ops, Reference):
         return Reference(arch)
-    mixed = body.heads * body.head_dim
-    if max(body.hidden, mixed) > WIDEST or body.head_dim % 8 or body.head_dim > HEADS[-1]:
+    dim = -(-body.head_dim // HEAD_ALIGN) * HEAD_ALIGN
+    if body.hidden > WIDEST or body.head_dim % 8 or dim not in HEADS:
         raise UserError(
-            f"the kernels take block drafters of width up to {WIDEST}, with as many values in all "
-            f"attention heads together, not {body.hidden} with {body.heads} heads of "
-            f"{body.head_dim}: use --backend jax"
+            f"the kernels take block drafters of width up to {WIDEST} with attention heads padded "
+            f"to 64, 128, 256 or 512, not {body.hidden} with {body.head_dim}: use --backend jax"
         )
-    kinds = {kind, "bf16"}
-    return Kernels(arch, positions, torch.bfloat16, kinds, {norm_variant(kind, mixed)})
+    return Kernels(arch, positions, torch.bfloat16, {kind, "bf16"})
 
 
 def place(
@@ -108,20 +110,22 @@ def place(
             packed = packing.packed(names, layout)
         return staging.settled(packed)
 
-    def layer(number: int) -> Layer:
+    def layer(number: int, own: LayerSpec) -> Layer:
         prefix = f"layers.{number}."
         attention = f"{prefix}self_attn."
         values = () if spec.body.gemma else (f"{attention}v_proj",)
         return Layer(
+            spec=own,
             q=linear(f"{attention}q_proj"),
             kv=linear(f"{attention}k_proj", *values),
-            o=linear(f"{attention}o_proj"),
+            o=linear(f"{attention}o_proj", layout="row_parallel"),
             gate_up=linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", layout="gated"),
             down=linear(f"{prefix}mlp.down_proj", layout="row_parallel"),
+            q_norm=packing.tensor(f"{attention}q_norm", dtype) * spec.body.scale,
             vectors={
                 name.removeprefix(prefix): packing.tensor(name, dtype)
                 for name in weights
-                if name.startswith(prefix) and not name.endswith("_proj")
+                if name.startswith(prefix) and not name.endswith(("_proj", "q_norm"))
             },
         )
 
@@ -131,10 +135,9 @@ def place(
         ops=ops,
         kind=kind,
         dtype=dtype,
-        layers=tuple(layer(number) for number in range(len(spec.body.layers))),
+        layers=tuple(layer(*pair) for pair in enumerate(arch_of(spec).layers)),
         weights={name: packing.tensor(name, dtype) for name in rest},
         lm_head=linear("lm_head") if spec.own_head else None,
-        inverse=inverse_frequencies(spec.body.rope, spec.body.head_dim, device),
     )
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence as Seqs
 
 import torch
 
-from drafters.dflash.cuda.body import LayerCache
 from drafters.dflash.cuda.drafter import BlockDraftHead
 from specdec.core.types import Sequence
+from targets.cuda import cache as kv
 from targets.cuda.snapshots import TensorSnapshot
 
 
@@ -22,15 +22,16 @@ class BlockSnapshots:
         self._whole = [cache for layer, cache in pairs if layer.window is None]
         self._rings = [cache for layer, cache in pairs if layer.window is not None]
 
+    @torch.inference_mode()
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> TensorSnapshot | None:
         if not self._whole:
             return None
-        return TensorSnapshot.of(_entries(self._whole, seq.slot, slice(start, stop)))
+        parts = (kv.read(cache, seq.slot, start, stop) for cache in self._whole)
+        return TensorSnapshot.of([part for pair in parts for part in pair])
 
+    @torch.inference_mode()
     def take_boundary(self, seq: Sequence, stop: int) -> TensorSnapshot | None:
-        if not self._rings:
-            return None
-        return TensorSnapshot.of(_entries(self._rings, seq.slot, slice(None)))
+        return TensorSnapshot.of(self._turned(seq.slot)) if self._rings else None
 
     @torch.inference_mode()
     def restore(
@@ -42,17 +43,14 @@ class BlockSnapshots:
     ) -> None:
         unit = stop // len(chunks)
         for number, chunk in enumerate(chunks):
-            if chunk is not None:
-                _put(self._whole, seq.slot, slice(number * unit, (number + 1) * unit), chunk)
+            parts = iter(() if chunk is None else chunk.tensors())
+            for cache, k, v in zip(self._whole, parts, parts, strict=False):
+                own = (part.transpose(0, 1) for part in (k, v))
+                kv.write(cache, seq.slot, number * unit, *own)
         if boundary is not None:
-            _put(self._rings, seq.slot, slice(None), boundary)
+            for part, kept in zip(self._turned(seq.slot), boundary.tensors(), strict=True):
+                part.copy_(kept)
 
-
-def _entries(caches: list[LayerCache], slot: int, places: slice) -> list[torch.Tensor]:
-    return [part[slot, :, places] for cache in caches for part in cache]
-
-
-def _put(caches: list[LayerCache], slot: int, places: slice, snapshot: TensorSnapshot) -> None:
-    own = _entries(caches, slot, places)
-    for part, kept in zip(own, snapshot.tensors(), strict=True):
-        part.copy_(kept)
+    def _turned(self, slot: int) -> list[torch.Tensor]:
+        """The rings of a slot."""
+        return [part[slot] for cache in self._rings for part in (cache.k, cache.v)]

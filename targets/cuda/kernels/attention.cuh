@@ -28,6 +28,12 @@
 #ifndef NORMED  // 0: queries are scaled, keys and values are taken as they are
 #define NORMED 1
 #endif
+#ifndef RAW_VALUES  // 1: values are taken as they are, also where queries and keys are normed
+#define RAW_VALUES 0
+#endif
+#ifndef BOTH_WAYS  // 1: all tokens of a call see each other, not those before them alone
+#define BOTH_WAYS 0
+#endif
 
 // ---- Number format of the cache ----
 #if FP8_CACHE
@@ -91,6 +97,8 @@ struct Job {
   int fp8, k_blocks, block, k_groups;  // of the layer that reads x: FP8 weights or bf16 ones; x's layout, block 0: rows
   float eps;
 
+  // The newest position that token t of a call from position `start` on sees.
+  __device__ int newest(int start, int t) const { return start + (BOTH_WAYS ? tokens - 1 : t); }
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
     const int all = tokens * group, shares = (all + rows - 1) / rows;
@@ -165,7 +173,8 @@ struct Vector {
 template <typename By>
 __device__ inline void rotate(const Job& job, Role role, Vector& x, const By& by) {
 #if NORMED
-  const float inverse = rsqrtf(__fadd_rn(__fmul_rn(x.squares(), 1.0f / kDim), job.eps));
+  const bool raw = RAW_VALUES && role == kValue;
+  const float inverse = raw ? 1.0f : rsqrtf(__fadd_rn(__fmul_rn(x.squares(), 1.0f / kDim), job.eps));
 #else
   const float inverse = role == kQuery ? rsqrtf(float(kDim)) : 1.0f;
 #endif

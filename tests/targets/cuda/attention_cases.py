@@ -99,7 +99,8 @@ class Case:
         for row, values in enumerate(self.qkv(tokens).double()):
             slot, position = row // tokens, self.starts[row // tokens] + row % tokens
             oldest = max(0, position - layer.window + 1) if layer.window else 0
-            k, v = (part.double() for part in read(self.cache, slot, oldest, position + 1))
+            newest = self.starts[slot] + tokens - 1 if layer.both_ways else position
+            k, v = (part.double() for part in read(self.cache, slot, oldest, newest + 1))
             q = values[: layer.heads * layer.head_dim].view(layer.kv_heads, -1, layer.head_dim)
             q = q * (q.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self.q_norm.double()
             angles = (position * inverse).double()

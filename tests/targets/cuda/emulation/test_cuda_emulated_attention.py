@@ -21,6 +21,8 @@ SHORT = LayerSpec(40, 2, 1, 48, Rope(1e4, 24), False, None, 256, None)
 LONG = LayerSpec(None, 6, 2, 64, Rope(1e4, 32), False, None, 256, None)
 BROAD = LayerSpec(1024, 2, 1, 256, Rope(1e4, 128), False, None, 256, None)
 WIDE = LayerSpec(None, 4, 1, 512, Rope(1e6, 64), True, None, 256, None)
+BLOCK = replace(SHORT, heads=4, k_eq_v=False, raw_values=True, both_ways=True)
+"""Of a block drafter: keys behind a query are seen, and values are not normed."""
 LAYERS = [pytest.param(layer, id=str(layer.head_dim)) for layer in (SHORT, LONG, BROAD, WIDE)]
 KV = [pytest.param(kv, id=str(kv)) for kv in (torch.bfloat16, torch.float8_e4m3fn)]
 STARTS = [0, 61, 126, 200]
@@ -75,6 +77,22 @@ def test_a_row_is_itself():
 
 def test_fused_attention_equals_split(monkeypatch):
     fused_equals_split(case_of(SHORT, torch.float8_e4m3fn), 5, monkeypatch)
+
+
+@pytest.mark.parametrize("window", [40, None])
+def test_tokens_of_a_block_see_each_other(window, monkeypatch):
+    """At the edge of a chunk too, where the last chunk has new keys alone; and in tiles of rows of
+    which the first ones see none of their own in it."""
+    layer = replace(BLOCK, window=window)
+    case = case_of(layer, torch.bfloat16)
+    for tokens in (7, 16):
+        found = case.all_together(tokens)
+        assert error(found, case.exact(tokens)) <= NEAR[torch.bfloat16], tokens
+        fused_equals_split(case_of(layer, torch.bfloat16), tokens, monkeypatch)
+    causal = case_of(replace(layer, both_ways=False), torch.bfloat16).all_together(16)
+    assert error(causal, case.exact(16)) > 0.1
+    normed = case_of(replace(layer, raw_values=False), torch.bfloat16).all_together(16)
+    assert error(normed, case.exact(16)) > 0.1
 
 
 def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):

@@ -25,6 +25,7 @@ from specdec.core.types import Sequence
 from targets.arch import Rope
 from targets.cuda.device_loop import device_loop
 from targets.cuda.host_drafter import DeviceHead, HostHead
+from targets.cuda.ops import Rows
 from targets.cuda.reference import Reference
 from tests.support.block_heads import SPECS, grown, random_block
 from tests.support.modes import MODES
@@ -36,6 +37,12 @@ KINDS = [("fp8", "fp8"), ("bfloat16", "bfloat16")]
 FORMS = ["dflash", "dspark", "dspark-anchor", "dflash2", "zlab", "jetspec", "deepspec"]
 LENGTHS = (3, 40, 170, 1, 26, 64, 129, 400, 9, 17)
 TOKENS = 24
+WRITTEN = 250
+"""Tokens of the longer of two texts whose features are written."""
+PART = 50
+"""Of these at a time."""
+BEGINS = (250, 170)
+"""Where the texts' blocks begin: the second one's lies over features that were written before."""
 ERROR = {"fp8": 0.1, "bfloat16": 0.03}
 """Of states after the final norm, relative to their size: rounding through some layers."""
 
@@ -87,27 +94,31 @@ def on_cpu(form: str, dtype: str) -> Placed:
 
 
 def states(placed: Placed, features: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-    """After the final norm; keys and values lie in wrapped rings."""
-    device = placed.inverse.device
-    caches, slot = body.make_caches(placed, 2, 200), torch.tensor([1, 0], device=device)
-    for start in range(0, 150, 50):
-        places = torch.arange(start, start + 50, device=device)[None].repeat(2, 1)
-        places[1] = torch.where(places[1] < 70, places[1], -1)
-        part = features[:, start : start + 50].to(device)
-        body.inject(placed, caches, part, slot, places)
-    begin = torch.tensor([150, 70], device=device)
-    x = body.block(placed, caches, embedded.to(device), slot, begin)
+    """After the final norm, of two texts; keys and values of the first lie in wrapped rings."""
+    device = placed.weights["norm"].device
+    caches = body.make_caches(placed, 2, WRITTEN)
+
+    def rows(tokens: int, *starts: int, slots=(1, 0)) -> Rows:
+        ints = (torch.tensor(each, dtype=torch.int32, device=device) for each in (starts, slots))
+        return Rows(torch.zeros((2, tokens), dtype=torch.int32, device=device), *ints)
+
+    for start in range(0, WRITTEN, PART):
+        part = features[:, start : start + PART].to(device)
+        slots = (1, 0) if start < BEGINS[1] else (1, -1)
+        body.inject(placed, caches, part.contiguous(), rows(PART, start, start, slots=slots))
+    slots = placed.spec.slots
+    x = body.block(placed, caches, embedded.to(device).flatten(0, 1), rows(slots, *BEGINS))
     return body.normed(placed, x).float().cpu()
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_states_are_the_references(kind, form):
-    """The kernels' linear layers around torch's attention, against float32 on the CPU: as far from
-    it as rounding takes them, which the reference in their dtype shows too."""
+    """The kernels against float32 on the CPU: as far from it as rounding takes them, which the
+    reference in their dtype shows too."""
     model = model_of(form, kind, 3)
     random = torch.Generator().manual_seed(1)
-    features = torch.randn(2, 150, model.spec.features, generator=random)
+    features = torch.randn(2, WRITTEN, model.spec.features, generator=random)
     embedded = torch.randn(2, model.spec.slots, SPEC.hidden, generator=random)
     exact = states(on_cpu(form, "float32"), features, embedded)
 
