@@ -147,8 +147,9 @@ class EngineCollector(Collector):
         yield alone
         seconds = GaugeMetricFamily(
             "specdec:cycle_seconds",
-            "Median seconds of a cycle by rows, verified tokens and tokens drafted with weights.",
-            labels=(*LABELS, "rows", "depth", "drafted"),
+            "Median seconds of a cycle by rows, verified tokens, tokens drafted with weights and "
+            "tokens of all texts.",
+            labels=(*LABELS, "rows", "depth", "drafted", "context"),
         )
         for work, median in policy.costs.rows():
             seconds.add_metric((*self._labels, *map(str, work)), median)

@@ -77,7 +77,7 @@ class AutoDrafter:
         guesses = known_by_source(seqs, k) | own
         rows = ({name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs)))
         offers = [self.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
-        choice = self.chosen(offers)
+        choice = self.chosen(offers, seqs)
         if choice.drafted:
             assert self.weighted is not None
             made = self.weighted.drafter.propose(seqs, choice.drafted)
@@ -96,7 +96,8 @@ class AutoDrafter:
         turn, self._turn = self._turn, None
         if turn is None:
             return  # a warm-up's draft, not made by `propose`
-        work = Work(len(seqs), chosen.shape[1] - 1, turn.choice.drafted)
+        depth, context = chosen.shape[1] - 1, self.policy.context
+        work = Work(len(seqs), depth, turn.choice.drafted, context)
         self.policy.costs.saw(work, time.perf_counter() - turn.began)
         if self.forced is not None:
             return
@@ -104,8 +105,9 @@ class AutoDrafter:
             self._judge(turn, b, seq, chosen[b, : int(kept[b]) + 1])
         self.policy.learn(turn.choice, int((kept + 1).sum()))
 
-    def chosen(self, offers: list[RowOffers]) -> Choice:
+    def chosen(self, offers: list[RowOffers], seqs: Seqs[Sequence]) -> Choice:
         """The policy's choice, or the forced one while costs are measured."""
+        self.policy.context = sum(len(seq.tokens) for seq in seqs)
         if self.forced is None:
             return self.policy.choose(offers)
         runs = self.weighted is not None and self.forced[1] > 0

@@ -111,7 +111,7 @@ class LateChooser:
         rows = [{name: draft[b] for name, draft in guesses.items()} for b in range(len(seqs))]
         offers = [self._drafter.offers(seq, row, k) for seq, row in zip(seqs, rows, strict=True)]
         self._asked = time.perf_counter()
-        choice = self._drafter.chosen(offers)
+        choice = self._drafter.chosen(offers, seqs)
         self.runs = choice.drafted > 0
         takes_known = self._takes_known(choice, seqs, bool(guesses.keys() & KNOWN))
         taken: dict[int, _Taken] = {}
@@ -211,7 +211,7 @@ class LateChooser:
         host sees the end of a row one dispatch late."""
         choice = dispatch.choice
         if len(choice.by_row) == rows:
-            work = Work(rows, choice.depth, choice.drafted)
+            work = Work(rows, choice.depth, choice.drafted, self._policy.context)
             self._policy.costs.saw(work, (time.perf_counter() - self._asked) / cycles)
         if self._drafter.forced is None:
             ended = max(0.0, len(choice.by_row) - row_cycles / cycles)

@@ -121,6 +121,7 @@ def print_policy(report: Row, console: Console) -> None:
         "rows": _plain("rows"),
         "verified": _plain("depth"),
         "guesses by weights": _plain("drafted"),
+        "tokens of texts": _plain("context"),
         "ms": lambda row: _ms(row["seconds"]),
     }
     print_table("what cycles cost", report["seconds"], costs, console)

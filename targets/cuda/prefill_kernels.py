@@ -209,6 +209,8 @@ class PrefillKernels:
         across, values, rows = k.permute(1, 2, 0), v.transpose(0, 1), q.flatten(1, 2)
         out = torch.empty_like(rows)
         block = _queries_at_once(kv_heads * group, len(k))
+        # of the last block, which sees most keys: each needs a little more than the one before
+        self._room(_with_shares(kv_heads * min(block, tokens) * group * padded_keys(count)))
         for first in range(0, tokens, block):
             part = slice(first * group, min(first + block, tokens) * group)
             query = count - tokens + first

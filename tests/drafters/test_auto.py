@@ -349,6 +349,21 @@ def says(seq, answer, drafted, kept):
     seq.acceptance.add(drafted, kept, kept + 1, len(seq.tokens))
 
 
+def test_costs_are_told_how_long_the_texts_are():
+    """In the host loop, and a device loop's: those of the cycle, not of the one that follows."""
+    drafter = auto(None, 0)
+    decoded(drafter, K)
+    works = drafter.policy.costs.works
+    assert works and all(18 < work.context / work.rows <= 18 + TOKENS for work in works), works
+    drafter, chooser = late(None, RandomCosts(0))
+    seq = Sequence([1, 2], slot=1, max_tokens=500)
+    drafter.reset(seq)
+    for _ in range(3):
+        chooser.choose([seq])
+        says(seq, list(range(100)), [True] * K, 4)
+    assert {work.context for work in drafter.policy.costs.works} == {2, 7}
+
+
 def test_the_late_choice_follows_what_came():
     """The test extends the rows itself, as a device loop would."""
     answer = np.random.default_rng(5).integers(3, 45, 400).tolist()

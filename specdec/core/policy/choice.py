@@ -107,6 +107,8 @@ class Policy:
     promises: Promises = field(default_factory=Promises)
     chosen: dict[str, int] = field(default_factory=dict)
     """Rows so far by the drafter of their draft; `none` for rows without guesses."""
+    context: int = 0
+    """Tokens of all rows' texts, as the drafter found them before the last choice."""
     _rows: float = 0.0
     """Recent rows, discounted like survival."""
     _offered: dict[str, float] = field(default_factory=dict)
@@ -170,7 +172,7 @@ class Policy:
         self.promises.learn(
             (choice.depth, choice.drafted), choice.promised * live / rows, emitted - live
         )
-        seconds = self.costs.seconds(Work(rows, choice.depth, choice.drafted))
+        seconds = self._seconds(rows, choice.depth, choice.drafted)
         self._tokens = self._tokens * FADE + emitted / rows
         self._plain_cycles = self._plain_cycles * FADE + seconds / self._plain(rows)
         for name in choice.by_row:
@@ -188,7 +190,7 @@ class Policy:
     def _may_try(self, runs: Iterable[tuple[int, int]], rows: int) -> bool:
         """Whether the drafter with weights has not run for so long that its cheapest cycle takes at
         most TRIALS of the time since."""
-        least = min(self.costs.seconds(Work(rows, *pair)) for pair in runs)
+        least = min(self._seconds(rows, *pair) for pair in runs)
         return least / self._plain(rows) - 1 <= TRIALS * self._idle
 
     def _untried(self, best: tuple[int, int], rows: int) -> int:
@@ -199,7 +201,7 @@ class Policy:
         if not deeper or self._shallow < APART:
             return 0
         pair = min(deeper, key=lambda pair: (pair[1], pair[0]))
-        took, takes = (self.costs.seconds(Work(rows, *p)) for p in (best, pair))
+        took, takes = (self._seconds(rows, *p) for p in (best, pair))
         beyond = takes / took - 1 - DEEPER * self._shallow
         if beyond > self._allowance:
             return 0
@@ -210,7 +212,7 @@ class Policy:
         """The value that a cycle maximises, in tokens. rate: current tokens per second."""
         right = self._right(alike, depth, drafted) * self.promises.kept((depth, drafted))
         rows = alike.total()
-        return rows + right - rate * self.costs.seconds(Work(rows, depth, drafted))
+        return rows + right - rate * self._seconds(rows, depth, drafted)
 
     def _right(self, alike: Counter[RowOffers], depth: int, drafted: int) -> float:
         """Expected right guesses of all rows by the survival tables."""
@@ -218,7 +220,10 @@ class Policy:
 
     def _plain(self, rows: int) -> float:
         """Seconds of a cycle without guesses."""
-        return self.costs.seconds(Work(rows, 0, 0))
+        return self._seconds(rows, 0, 0)
+
+    def _seconds(self, rows: int, depth: int, drafted: int) -> float:
+        return self.costs.seconds(Work(rows, depth, drafted, self.context))
 
     def _best(self, row: RowOffers, depth: int, drafted: int) -> tuple[float, str | None]:
         """The largest expected number of right guesses on a row and its drafter; the first of

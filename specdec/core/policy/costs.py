@@ -1,4 +1,5 @@
-"""Costs of cycles: seconds by rows, verified tokens, and guesses of a drafter with weights."""
+"""Costs of cycles: seconds by rows, verified tokens, guesses of a drafter with weights, and the
+length of the texts."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ OUTLIER_FACTOR = 5.0
 compilation of a program for some request."""
 OUTLIERS_COUNT_FROM = 3
 """From this many such cycles in a row on, they count."""
+SHORT_CONTEXT = 4096
+"""Tokens of all rows' texts below which their keys and values cost little beside the weights."""
 
 
 class Work(NamedTuple):
@@ -25,6 +28,8 @@ class Work(NamedTuple):
     """Draft tokens that are verified, per row."""
     drafted: int
     """Guesses that the drafter with weights makes, per row; 0: it does not run."""
+    context: int = 0
+    """Tokens of all rows' texts."""
 
 
 class Costs(Protocol):
@@ -42,41 +47,67 @@ class Costs(Protocol):
 
 
 class CostTable:
-    """Measured costs: at the start, and in each cycle from then on."""
+    """Measured costs: at the start, with short texts, and in each cycle from then on."""
 
     def __init__(self) -> None:
-        self._seen: dict[Work, deque[float]] = {}
+        self._seen: dict[int, dict[Work, deque[float]]] = {}
+        """By context, then by the rest of the work."""
         self._met: dict[Work, int] = {}
         self._strange: dict[Work, int] = {}
 
     def saw(self, work: Work, seconds: float) -> None:
-        place = _rounded(work)
-        self._met[place] = self._met.get(place, 0) + 1
-        if self._met[place] <= COMPILED or self._is_pause(place, seconds):
+        context, kind = _rounded(work)
+        self._met[kind] = self._met.get(kind, 0) + 1
+        if self._met[kind] <= COMPILED or self._is_pause(work, kind, seconds):
             return
-        self._seen.setdefault(place, deque(maxlen=REMEMBERED)).append(seconds)
+        there = self._seen.setdefault(context, {})
+        there.setdefault(kind, deque(maxlen=REMEMBERED)).append(seconds)
 
-    def _is_pause(self, place: Work, seconds: float) -> bool:
-        strange = bool(self._seen) and seconds > OUTLIER_FACTOR * self.seconds(place)
-        self._strange[place] = self._strange.get(place, 0) + 1 if strange else 0
-        return strange and self._strange[place] < OUTLIERS_COUNT_FROM
+    def _is_pause(self, work: Work, kind: Work, seconds: float) -> bool:
+        strange = bool(self._seen) and seconds > OUTLIER_FACTOR * self.seconds(work)
+        self._strange[kind] = self._strange.get(kind, 0) + 1 if strange else 0
+        return strange and self._strange[kind] < OUTLIERS_COUNT_FROM
 
     def seconds(self, work: Work) -> float:
         """The median time of such cycles; for a kind without measurements, that of the most similar
-        kind; 1 without any measurement, so that the most tokens win."""
-        place = _rounded(work)
-        if place not in self._seen and self._seen:
-            place = min(self._seen, key=lambda seen: _distance(seen, place))
-        return median(self._seen[place]) if place in self._seen else 1.0
+        kind; 1 without any measurement, so that the most tokens win. A kind that was not measured
+        with texts as long costs as much more there as the most similar one does: compared with
+        what it took with short texts, any other kind would look dear."""
+        if not self._seen:
+            return 1.0
+        context, kind = _rounded(work)
+        context = min(self._seen, key=lambda seen: _apart(seen, context))
+        there, near = self._seen[context], self._seen.get(0)
+        alike = _most_alike(there, kind)
+        took = median(there[alike])
+        if alike == kind or context == 0 or near is None:
+            return took
+        own, its = (median(near[_most_alike(near, one)]) for one in (kind, alike))
+        return own + max(0.0, took - its)
 
     def rows(self) -> list[tuple[Work, float]]:
         """All measured kinds with their medians, sorted."""
-        return sorted((work, median(seen)) for work, seen in list(self._seen.items()))
+        return sorted(
+            (kind._replace(context=context), median(seen))
+            for context, there in list(self._seen.items())
+            for kind, seen in list(there.items())
+        )
 
 
-def _rounded(work: Work) -> Work:
-    """The work with its rows rounded up to a power of two: similar batches cost about the same."""
-    return work._replace(rows=1 << (work.rows - 1).bit_length())
+def _rounded(work: Work) -> tuple[int, Work]:
+    """Its context rounded down to a power of two, a short one to 0, and the rest with its rows
+    rounded up to one: similar batches cost about the same."""
+    context = 0 if work.context < SHORT_CONTEXT else 1 << (work.context.bit_length() - 1)
+    return context, Work(1 << (work.rows - 1).bit_length(), work.depth, work.drafted)
+
+
+def _apart(one: int, other: int) -> int:
+    """Dissimilarity of two rounded contexts."""
+    return abs(one.bit_length() - other.bit_length())
+
+
+def _most_alike(seen: dict[Work, deque[float]], place: Work) -> Work:
+    return place if place in seen else min(seen, key=lambda kind: _distance(kind, place))
 
 
 def _distance(seen: Work, wanted: Work) -> tuple[int, int, int]:

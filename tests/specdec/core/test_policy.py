@@ -94,6 +94,41 @@ def test_costs_are_medians_and_of_the_most_alike():
     assert costs.rows() == [(Work(1, 4, 0), 0.3), (Work(1, 4, 4), 0.5)]
 
 
+FAR = 131_000
+SHORT_TEXTS = {0: 10.3, 1: 10.5, 4: 10.6}
+"""Milliseconds by verified guesses, about those of 31B on an H100; at 131,072 tokens a plain step
+took 13.5, a verify of 4 guesses 14.9."""
+
+
+def table_with(far):
+    costs = CostTable()
+    for context, times in ((20, SHORT_TEXTS), (FAR, far)):
+        for depth, seconds in times.items():
+            for _ in range(3):
+                costs.saw(Work(1, depth, 0, context), seconds)
+    return costs
+
+
+def test_what_did_not_run_with_long_texts_costs_as_much_more_there_as_what_did():
+    costs = table_with({4: 14.9})
+    for depth, seconds in ((4, 14.9), (1, 14.8), (0, 14.6)):
+        for tokens in (FAR, 2 * FAR, 70_000):
+            assert costs.seconds(Work(1, depth, 0, tokens)) == pytest.approx(seconds)
+        assert costs.seconds(Work(1, depth, 0, 100)) == SHORT_TEXTS[depth]
+    costs = table_with({4: 14.9, 0: 13.5})
+    assert costs.seconds(Work(1, 0, 0, FAR)) == 13.5
+
+
+def test_long_texts_do_not_make_what_runs_look_dear():
+    """Three of ten guesses are right: more than a verify costs beyond a plain step as far out."""
+    policy = policy_of(table_with({1: 14.9}), depths=(0, 1), drafted=(0,))
+    for i in range(200):
+        policy.table("suffix").learn(2, int(i % 10 < 3), 1, 2)
+    for context in (100, FAR):
+        policy.context = context
+        assert policy.choose([row(("suffix", 1))]).depth == 1, context
+
+
 def test_a_pause_is_no_cost_unless_it_stays():
     costs = CostTable()
     for _ in range(3):

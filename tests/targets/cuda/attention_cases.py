@@ -100,10 +100,11 @@ class Case:
             slot, position = row // tokens, self.starts[row // tokens] + row % tokens
             oldest = max(0, position - layer.window + 1) if layer.window else 0
             newest = self.starts[slot] + tokens - 1 if layer.both_ways else position
-            k, v = (part.double() for part in read(self.cache, slot, oldest, newest + 1))
+            k, v = read(self.cache, slot, oldest, newest + 1)
             q = values[: layer.heads * layer.head_dim].view(layer.kv_heads, -1, layer.head_dim)
             q = q * (q.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self.q_norm.double()
             angles = (position * inverse).double()
-            shares = (rotate(q, angles) @ k.transpose(1, 2)).softmax(-1)
-            out.append((shares @ v).flatten())
-        return torch.stack(out)
+            for queries, own_k, own_v in zip(rotate(q, angles), k, v, strict=True):
+                shares = (queries @ own_k.double().T).softmax(-1)
+                out.append((shares @ own_v.double()).flatten())
+        return torch.cat(out).view(-1, layer.heads * layer.head_dim)

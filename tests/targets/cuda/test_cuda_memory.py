@@ -219,9 +219,11 @@ def test_a_long_prompts_scores_are_counted(positions):
     assert grown == 4 * (floats - (24 << 20)) + 2 * 2 * (positions - 512) * 4 * 512
 
 
-@pytest.mark.parametrize("positions", [1_500, 33_000, 49_152, 131_072, 200_001])
+@pytest.mark.parametrize("positions", [1_500, 33_000, 49_152, 65_536, 131_072, 200_001, 262_144])
 def test_a_chunk_takes_as_much_room_as_is_counted(positions, monkeypatch):
-    """The last chunk of a prompt: its kernels and matmuls are left out, its room is not."""
+    """The last chunk of a prompt: its kernels and matmuls are left out, its room is not. All at
+    once: block by block it would be taken anew for each."""
+    taken = Mock(wraps=torch.empty)
     monkeypatch.setattr(prefill_kernels, "PrefillLauncher", Mock())
     monkeypatch.setattr(torch.ops.aten.bmm, "dtype_out", Mock())
     wide = next(layer for layer in B31.layers if not layer.window)
@@ -235,9 +237,10 @@ def test_a_chunk_takes_as_much_room_as_is_counted(positions, monkeypatch):
     )
     text = torch.empty(tokens, dtype=torch.int32, device="meta")
     steps = PrefillKernels(PrefillChunk(text, positions - tokens, 0), 1e-6)
+    monkeypatch.setattr(torch, "empty", taken)
     steps._wide(q, k, k, positions, None)
-    assert steps._floats is not None
-    assert len(steps._floats) == prefill_kernels.room_of(wide, positions)
+    sizes = [size for (size, *_), _ in taken.call_args_list if isinstance(size, int)]
+    assert sizes == [prefill_kernels.room_of(wide, positions)]
 
 
 def test_buckets_hold_every_batch_and_lie_closer_where_rows_cost():

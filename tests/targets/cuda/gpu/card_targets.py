@@ -1,4 +1,4 @@
-"""Targets on a GPU that feed a head, and the head that they feed."""
+"""Targets on a GPU that feed a head, the head that they feed, and what a slot holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from drafters.eagle3.spec import HeadSpec
 from targets import mini
+from targets.cuda.cache import read
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
@@ -47,3 +48,12 @@ def table_of(target: CudaTarget) -> torch.Tensor:
     nowhere = torch.zeros(arch.vocab, device="cuda").int()
     h = target.ops.embed(target.weights.embedding, Rows(tokens, nowhere, nowhere))
     return (h / torch.tensor(arch.hidden**0.5).bfloat16().item()).bfloat16()
+
+
+def stored(target: CudaTarget, slot: int, stop: int, start: int = 0) -> list[torch.Tensor]:
+    """Keys and values of all layers that tokens behind `stop` see, from position `start` on."""
+    kept = []
+    for spec, layer in zip(target.arch.layers, target.cache.layers, strict=True):
+        if layer is not None:
+            kept += read(layer, slot, max(start, stop - (spec.window or stop)), stop)
+    return [part.float() for part in kept]

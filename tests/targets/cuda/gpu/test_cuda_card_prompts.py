@@ -11,10 +11,10 @@ import torch
 from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.arch import Arch, released
-from targets.cuda.cache import read
 from targets.cuda.load import CudaOptions, load_target, random_target
 from targets.cuda.ops import Rows
 from targets.cuda.target import CudaTarget
+from tests.targets.cuda.gpu.card_targets import stored
 
 pytestmark = pytest.mark.gpu
 KINDS = [("fp8", "bfloat16"), ("fp8", "fp8"), ("fp8-w8a8", "fp8"), ("int4", "bfloat16")]
@@ -32,15 +32,6 @@ def logits_of(target: CudaTarget, rows: Rows, size: int) -> torch.Tensor:
     *_, out = target._in_calls(rows, size)
     assert out is not None and out.logits is not None
     return out.logits
-
-
-def stored(target: CudaTarget, slot: int, stop: int) -> list[torch.Tensor]:
-    """Keys and values of all layers that later tokens see."""
-    kept = []
-    for spec, layer in zip(target.arch.layers, target.cache.layers, strict=True):
-        if layer is not None:
-            kept += read(layer, slot, max(0, stop - (spec.window or stop)), stop)
-    return [part.float() for part in kept]
 
 
 @pytest.mark.parametrize("name", ["mini", "mini-e"])
