@@ -120,6 +120,7 @@ def case_of(
     """A model's first layer of a kind. starts: by default one in the middle and the last, and of a
     ring also around the last place where it turns."""
     layer = next(layer for layer in released(name).layers if layer.sliding == sliding)
+    layer = replace(layer, moe=None)  # experts are not attention's
     if starts is None:
         ends = positions - max(TOKENS)
         turn = ends // (ring := entries(layer, positions, SHORT)) * ring
