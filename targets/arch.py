@@ -61,8 +61,8 @@ class LayerSpec:
     layers, of which draft heads are made)."""
     raw_values: bool = field(default=False, repr=False)
     """Values are taken as they are, also where queries and keys are normed (Qwen3's layers)."""
-    both_ways: bool = field(default=False, repr=False)
-    """The tokens of a call see each other, not those before them alone (block drafters)."""
+    reaching: bool = field(default=False, repr=False)
+    """Each call says how far its tokens see: behind themselves too (block drafters, pictures)."""
 
     @property
     def sliding(self) -> bool:

@@ -80,7 +80,7 @@ them; for more, a kernel of its own does."""
 class _AttentionJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosine", "sine", "k", "v")),
-        *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
+        *((name, c_void_p) for name in ("start", "slot", "reach", "x", "q", "partial", "sums")),
         *((name, c_int) for name in ("stride", "batch", "tokens", "group", "kv_heads")),
         *((name, c_int) for name in ("entries", "window", "own", "k_eq_v")),
         *((name, c_int) for name in ("stores", "stages", "rows")),
@@ -90,15 +90,15 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """Compile-time constants of a layer: head_dim, keys of a chunk, and as `LayerSpec` has them.
-    The number of query heads per KV head is passed at run time: compiled in, it costs 0.6 % with
-    several tokens (docs/performance.md)."""
+    """Compile-time constants of a layer: head_dim, keys of a chunk, as `LayerSpec` has them, and
+    whether rows have a reach. The number of query heads per KV head is passed at run time: compiled
+    in, it costs 0.6 % with several tokens (docs/performance.md)."""
 
     dim: int
     chunk: int
     normed: bool
     raw_values: bool
-    both_ways: bool
+    reaching: bool
 
     @property
     def padded(self) -> int:
@@ -151,6 +151,7 @@ class Attention:
         """`Ops.attention`. For "w8a8": rows of f16 (value / 32) that are not quantised yet, as an
         input with block 0."""
         (batch, tokens), layer = rows.tokens.shape, inputs.spec
+        assert layer.reaching == (inputs.reach is not None), "kernels are compiled for either"
         size = batch * tokens, layer.heads * layer.head_dim
         x = (
             make_rows(*size, self._device)
@@ -218,6 +219,7 @@ class Attention:
             v=address(cache.v),
             start=address(rows.start),
             slot=address(rows.slot),
+            reach=address(inputs.reach),
             x=address(x and x.data),
             q=address(q),
             partial=address(partial),
@@ -347,7 +349,7 @@ def _variant(
     tiles = () if tiles_m is None else (("TILES_M", tiles_m),)
     other = () if heads.normed else (("NORMED", 0),)
     other += (("RAW_VALUES", 1),) if heads.raw_values else ()
-    other += (("BOTH_WAYS", 1),) if heads.both_ways else ()
+    other += (("REACHING", 1),) if heads.reaching else ()
     lanes = (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
     return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *other, *lanes))
 
@@ -372,7 +374,7 @@ def _vectors_bytes(dim: int, tokens: int, kv8: int) -> int:
 
 
 def _heads(layer: LayerSpec) -> _Heads:
-    kind = layer.normed, layer.raw_values, layer.both_ways
+    kind = layer.normed, layer.raw_values, layer.reaching
     return _Heads(layer.head_dim, _chunk(layer), *kind)
 
 

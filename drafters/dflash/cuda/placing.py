@@ -75,7 +75,7 @@ def arch_of(spec: BlockSpec) -> Arch:
             ffw=body.ffw,
             moe=None,
             raw_values=not body.gemma,
-            both_ways=not layer.causal,
+            reaching=not layer.causal,
         )
         for layer in body.layers
     )

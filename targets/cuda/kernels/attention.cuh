@@ -31,8 +31,8 @@
 #ifndef RAW_VALUES  // 1: values are taken as they are, also where queries and keys are normed
 #define RAW_VALUES 0
 #endif
-#ifndef BOTH_WAYS  // 1: all tokens of a call see each other, not those before them alone
-#define BOTH_WAYS 0
+#ifndef REACHING  // 1: job.reach says how far each row sees; 0: to itself
+#define REACHING 0
 #endif
 
 // ---- Number format of the cache ----
@@ -83,6 +83,7 @@ struct Job {
   Cached* v;
   const int* start;
   const int* slot;
+  const int* reach;  // [B, T]: the newest position that a row sees, not falling within a sequence
   void* x;        // the output projection's input
   u16* q;         // [B * kv_heads, shares, fragments of `rows` rows]; null: `split` and `fused` prepare queries themselves
   float* partial; // [lanes, B * kv_heads, T * G, PADDED_HEAD_DIM]: short contexts touch few pages
@@ -97,8 +98,10 @@ struct Job {
   int fp8, k_blocks, block, k_groups;  // of the layer that reads x: FP8 weights or bf16 ones; x's layout, block 0: rows
   float eps;
 
-  // The newest position that token t of a call from position `start` on sees.
-  __device__ int newest(int start, int t) const { return start + (BOTH_WAYS ? tokens - 1 : t); }
+  // The newest position that token t of sequence b sees, which begins at `start`.
+  __device__ int newest(int b, int start, int t) const {
+    return REACHING ? reach[b * tokens + min(t, tokens - 1)] : start + t;
+  }
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
     const int all = tokens * group, shares = (all + rows - 1) / rows;
@@ -109,7 +112,7 @@ struct Job {
   }
 };
 
-// The place of a call in the cache and in time. Written before the first kernel of a call, which
+// The place of a call in the cache and in time, as `reach` too. Written before the first kernel of a call, which
 // no other one overtakes: it may be read before `wait_for_previous`.
 struct Place {
   int slot, start;
