@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import drafters
 from drafters.assistant.cuda.kernels import assistant_variants
 from drafters.assistant.cuda.model import widened
 from drafters.assistant.spec import released_size
+from drafters.dflash import spec as dflash
+from drafters.dflash.cuda import placing as dflash_placing
 from drafters.eagle3.cuda.head import arch_of
 from drafters.eagle3.cuda.kernels import draft_variants
 from drafters.eagle3.spec import sized
@@ -17,7 +20,7 @@ from targets.arch import released
 from targets.cuda import four_bits, launch, prefill_launch
 from targets.cuda.launch import Variant
 from targets.cuda.ranks import RANKS
-from targets.cuda.variants import norm_variant, variants as target_variants
+from targets.cuda.variants import norm_variant, picture_variants, variants as target_variants
 from targets.model_folder import read_arch
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
@@ -48,7 +51,17 @@ def variants() -> set[Variant]:
         for name in SHARED
         for count in RANKS
     }
-    return prefill_launch.variants().union({LOOKUP}, ranks, *decoding, *heads, *assistants)
+    blocks = [
+        target_variants(dflash_placing.arch_of(dflash.sized(released(name))), 0, {"fp8", "bf16"})
+        for name in RELEASED
+    ]
+    seeing = [
+        picture_variants(replace(released(name), pictures_both_ways=True), kv8)
+        for name in RELEASED
+        for kv8 in (False, True)
+    ]
+    drafting = *heads, *assistants, *blocks
+    return prefill_launch.variants().union({LOOKUP}, ranks, *decoding, *drafting, *seeing)
 
 
 def needed(file: str) -> list[Variant]:
