@@ -32,6 +32,8 @@ WIDE_TILES_M = 2
 """Most tiles of query rows per CTA of `fused` with heads of `WIDE`: registers hold no more."""
 LANES = 16
 """Lanes, to which chunks of keys are dealt by absolute position (attention.cuh)."""
+MOST_LANES = 64
+"""Lanes of a global layer with one K/V head: a long row's then keep half of the machine busy."""
 SHORT_CHUNK = 64
 """Keys per chunk where it is not `CHUNK`: for heads of `WIDE`, because registers hold no more, and
 for windows that then fit into half of the lanes, because their keys are dealt to twice as many
@@ -90,12 +92,13 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """Compile-time constants of a layer: head_dim, keys of a chunk, as `LayerSpec` has them, and
-    whether rows have a reach. The number of query heads per KV head is passed at run time: compiled
+    """Compile-time constants of a layer: head_dim, keys of a chunk, lanes, and as `LayerSpec` has
+    them. The number of query heads per KV head is passed at run time: compiled
     in, it costs 0.6 % with several tokens (docs/performance.md)."""
 
     dim: int
     chunk: int
+    lanes: int
     normed: bool
     raw_values: bool
     reaching: bool
@@ -175,7 +178,8 @@ class Attention:
 
         # q has 16-bit values, two per float; lanes first: those of a short context share pages
         q = None if alone else new(heads, _shares(queries, tiles_m), dim // 2, _filled(tiles_m))
-        room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
+        lanes = _lanes(layer)
+        room = q, new(lanes, heads, queries, dim), new(lanes, heads, queries, 2)
         job = self._job(qkv, inputs, rows, x, kind, room)
         job.rows = 8 * tiles_m
         if not alone:
@@ -257,7 +261,7 @@ class Attention:
     ) -> None:
         """vectors_per_warp: vectors that a warp computes at a time."""
         heads = _heads(layer)
-        grid = (_shares(job.tokens * job.group, tiles_m) * LANES, layer.kv_heads, batch)
+        grid = (_shares(job.tokens * job.group, tiles_m) * heads.lanes, layer.kv_heads, batch)
         variant = _variant("attention_split", heads, self._kv8, tiles_m, vectors_per_warp)
         room = _vectors_bytes(heads.padded, job.tokens, self._kv8) if vectors_per_warp > 1 else 0
         self._launch(variant, "split", grid, THREADS, [job], _fixed(heads, tiles_m) + room)
@@ -283,13 +287,13 @@ def partial_bytes(layer: LayerSpec, rows: int, entries: int) -> int:
 
 
 def _partial(layer: LayerSpec, rows: int) -> int:
-    return LANES * rows * layer.heads * (_padded(layer.head_dim) + 2) * 4
+    return _lanes(layer) * rows * layer.heads * (_padded(layer.head_dim) + 2) * 4
 
 
 def lanes_seen(layer: LayerSpec, tokens: int) -> int:
     """Lanes with keys that some of so many tokens sees, at most."""
     if layer.window is None:
-        return LANES
+        return _lanes(layer)
     return min(LANES, (layer.window + tokens - 3) // _chunk(layer) + 2)
 
 
@@ -347,7 +351,8 @@ def _variant(
 ) -> Variant:
     size = ("PADDED_HEAD_DIM", heads.padded), ("HEAD_DIM", heads.dim), ("CHUNK_KEYS", heads.chunk)
     tiles = () if tiles_m is None else (("TILES_M", tiles_m),)
-    other = () if heads.normed else (("NORMED", 0),)
+    other = () if heads.lanes == LANES else (("LANES", heads.lanes),)
+    other += () if heads.normed else (("NORMED", 0),)
     other += (("RAW_VALUES", 1),) if heads.raw_values else ()
     other += (("REACHING", 1),) if heads.reaching else ()
     lanes = (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
@@ -375,7 +380,15 @@ def _vectors_bytes(dim: int, tokens: int, kv8: int) -> int:
 
 def _heads(layer: LayerSpec) -> _Heads:
     kind = layer.normed, layer.raw_values, layer.reaching
-    return _Heads(layer.head_dim, _chunk(layer), *kind)
+    return _Heads(layer.head_dim, _chunk(layer), _lanes(layer), *kind)
+
+
+def _lanes(layer: LayerSpec) -> int:
+    """A function of the whole model's layer, because the order of sums depends on it."""
+    if layer.window is not None:
+        return LANES
+    each = MOST_LANES // (layer.whole_kv_heads or layer.kv_heads)
+    return max(LANES, 1 << each.bit_length() >> 1)
 
 
 def _chunk(layer: LayerSpec) -> int:

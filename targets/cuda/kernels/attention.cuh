@@ -2,7 +2,7 @@
 // in a warp, sums of shares.
 //
 // Keys are cut into chunks of 128 (64 for wide heads and for short windows) at absolute positions, and
-// chunk c belongs to lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
+// chunk c belongs to lane c % LANES. A lane takes its chunks in ascending order with a running maximum; then the lanes'
 // results are merged in ascending order. So a row's sums depend on absolute positions alone, not on the CTA that
 // computes them. Chunks that a row can't see add exactly nothing to it.
 // k [slots, kv_heads, S, PADDED_HEAD_DIM]; v [slots, kv_heads, S / 32, PADDED_HEAD_DIM, 32]: position p is entry
@@ -18,6 +18,9 @@
 #endif
 #ifndef CHUNK_KEYS  // keys of a chunk: 128, or 64
 #define CHUNK_KEYS 64
+#endif
+#ifndef LANES  // to which chunks are dealt: 16, 32, 64
+#define LANES 16
 #endif
 #ifndef FP8_CACHE  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define FP8_CACHE 0
@@ -65,11 +68,12 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
 // ---- The job ----
-constexpr int kChunk = CHUNK_KEYS, kLanes = 16, kDim = HEAD_DIM, kHalf = HEAD_DIM / 2;
+constexpr int kChunk = CHUNK_KEYS, kLanes = LANES, kDim = HEAD_DIM, kHalf = HEAD_DIM / 2;
 static_assert(PADDED_HEAD_DIM == 64 || PADDED_HEAD_DIM == 128 || PADDED_HEAD_DIM == 256 || PADDED_HEAD_DIM == 512,
               "Heads are padded to 64, 128, 256 or 512 elements.");
 static_assert(HEAD_DIM <= PADDED_HEAD_DIM, "A head fits into its padding.");
 static_assert(CHUNK_KEYS == 64 || CHUNK_KEYS == 128, "A chunk of keys is 64 or 128: the order of sums depends on it.");
+static_assert(LANES == 16 || LANES == 32 || LANES == 64, "Lanes are merged sixteen at a time.");
 static_assert(LANES_PER_VECTOR == 32 || LANES_PER_VECTOR == 16 || LANES_PER_VECTOR == 8,
               "A warp makes 1, 2 or 4 head vectors at once.");
 

@@ -27,10 +27,12 @@ LAYERS = [pytest.param(layer, id=str(layer.head_dim)) for layer in (SHORT, LONG,
 KV = [pytest.param(kv, id=str(kv)) for kv in (torch.bfloat16, torch.float8_e4m3fn)]
 STARTS = [0, 61, 126, 200]
 """Around edges of chunks and of windows."""
-FAR = replace(SHORT, window=None), [4000], 4224
-"""A layer, a start and positions: all lanes have two chunks, and the ring of keys turns."""
+FAR = replace(SHORT, window=None, heads=4, kv_heads=4), [4000], 4224
+"""A layer, a start and positions: all 16 lanes have two chunks, and the ring of keys turns."""
+MANY_LANES = replace(SHORT, window=None), [20, 2200, 8300], 8576
+"""64 lanes: of three texts one has chunks in a lane, one in 18, one two in some."""
 FARTHEST = replace(SHORT, window=None), [262_141], 262_144
-"""2,048 chunks, 128 a lane."""
+"""2,048 chunks, 32 a lane."""
 LAST = SHORT, [999_935, 999_997], LONGEST
 """The last positions that a server takes: divisions by a ring's entries are exact up to them."""
 NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
@@ -83,25 +85,29 @@ def test_fused_attention_equals_split(monkeypatch):
 def test_tokens_of_a_block_see_each_other(window, monkeypatch):
     """At the edge of a chunk too, where the last chunk has new keys alone; and in tiles of rows of
     which the first ones see none of their own in it."""
-    layer = replace(BLOCK, window=window)
-    case = case_of(layer, torch.bfloat16)
-    found = case.all_together(16)
-    assert error(found, case.exact(16)) <= NEAR[torch.bfloat16]
-    fused_equals_split(case_of(layer, torch.bfloat16), 16, monkeypatch)
-    causal = case_of(replace(layer, reaching=False), torch.bfloat16).all_together(16)
-    assert error(causal, case.exact(16)) > 0.1
-    normed = case_of(replace(layer, raw_values=False), torch.bfloat16).all_together(16)
-    assert error(normed, case.exact(16)) > 0.1
+    kv, starts = torch.bfloat16, [61, 126]
+    case = case_of(replace(BLOCK, window=window), kv, starts)
+    assert error(case.all_together(16), case.exact(16)) <= NEAR[kv]
+    fused_equals_split(case, 16, monkeypatch)
 
 
-def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):
-    layer, starts, positions = FAR
+@pytest.mark.parametrize("other", [{"reaching": False}, {"raw_values": False}], ids=str)
+def test_what_a_block_sees_makes_a_difference(other):
+    case, wrong = (
+        case_of(layer, torch.bfloat16, [126]) for layer in (BLOCK, replace(BLOCK, **other))
+    )
+    assert error(wrong.all_together(8), case.exact(8)) > 0.1
+
+
+@pytest.mark.parametrize("where", [FAR, MANY_LANES], ids=["16 lanes", "64 lanes"])
+def test_a_lane_goes_on_to_its_next_chunk(where, monkeypatch):
+    layer, starts, positions = where
     case = case_of(layer, torch.bfloat16, starts, positions)
     same_and_near(case, torch.bfloat16, 2)
     fused_equals_split(case, 2, monkeypatch)
 
 
-def test_a_lane_has_128_chunks():
+def test_a_lane_has_many_chunks():
     layer, starts, positions = FARTHEST
     case = case_of(layer, torch.bfloat16, starts, positions)
     assert error(case.all_together(2), case.exact(2)) <= NEAR[torch.bfloat16]
