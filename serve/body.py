@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from serve.errors import CLIENT_LEFT, ApiError, ErrorBody
-from serve.lanes import SMALL_BYTES
+from serve.lanes import MEDIUM_BYTES
 from serve.schema import Wire, parse
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ async def read_request(request: Request, model: type[Wire], context: Context, li
     with context.lanes.admitted(int(declared) if declared.isdigit() else None):
         body = await read_body(request, limit)
         request.state.size = len(body)
-        if len(body) <= SMALL_BYTES:
+        if len(body) <= MEDIUM_BYTES:
             return parse(model, body)
         return await context.lanes.run(len(body), parse_bounded, model, body, context.max_len)
 

@@ -1,9 +1,10 @@
 """Threads for requests before the engine has them: parsing, rendering, encoding. Small requests
-have threads of their own, so that none waits for a large one."""
+have threads of their own, so that none waits for a larger one."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,9 +13,13 @@ from typing import ParamSpec, TypeVar
 
 from serve.errors import ApiError
 
-SMALL_BYTES = 64 << 10
+SMALL_BYTES = 8 << 10
 """A body of up to so many bytes is small: it is parsed and encoded in milliseconds."""
+MEDIUM_BYTES = 64 << 10
+"""One of up to so many is parsed in a millisecond too, but encoding it can take 100."""
 SMALL_THREADS = 4
+MEDIUM_THREADS = 4
+"""At most: it is half of the machine's cores, for on a CPU the model computes on them too."""
 LARGE_THREADS = 1
 """Large requests are prepared one by one: each takes memory, and time of a core."""
 PICTURE_THREADS = 4
@@ -30,7 +35,9 @@ class Lanes:
     """Its methods belong to one asyncio loop."""
 
     def __init__(self) -> None:
+        medium = max(1, min(MEDIUM_THREADS, (os.cpu_count() or 1) // 2))
         self._small = ThreadPoolExecutor(SMALL_THREADS, "specdec-small")
+        self._medium = ThreadPoolExecutor(medium, "specdec-medium")
         self._large = ThreadPoolExecutor(LARGE_THREADS, "specdec-large")
         self._pictures = ThreadPoolExecutor(PICTURE_THREADS, "specdec-pictures")
         self._admitted = 0
@@ -39,7 +46,7 @@ class Lanes:
     def admitted(self, size: int | None) -> Iterator[None]:
         """Around reading a body of so many bytes, None where the client did not declare them.
         Raises ApiError 429 where too many large ones are here already."""
-        large = size is None or size > SMALL_BYTES
+        large = size is None or size > MEDIUM_BYTES
         if large and self._admitted >= LARGE_WAITING:
             raise ApiError(
                 429,
@@ -72,6 +79,10 @@ class Lanes:
         self, size: int, make: Callable[P, Made], *args: P.args, **kwargs: P.kwargs
     ) -> Made:
         """`make` on a thread of its lane. size: of the request's body, in bytes."""
-        lane = self._small if size <= SMALL_BYTES else self._large
         work = partial(make, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(lane, work)
+        return await asyncio.get_running_loop().run_in_executor(self._lane(size), work)
+
+    def _lane(self, size: int) -> ThreadPoolExecutor:
+        if size <= SMALL_BYTES:
+            return self._small
+        return self._medium if size <= MEDIUM_BYTES else self._large

@@ -237,6 +237,8 @@ class Trial:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the server, which drains
             )
+            with suppress(OSError):  # here, for its imports take longer than most grammars
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
         return self._process
 
     def _end(self) -> int:
@@ -314,8 +316,6 @@ class _Bytes(TokenizerWrapper):
 
 
 def _main() -> None:
-    with suppress(OSError):
-        os.nice(NICE)
     threading.stack_size(STACK)
     _limit_memory()
     thread = threading.Thread(target=_answer_all)

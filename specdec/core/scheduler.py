@@ -10,6 +10,9 @@ from specdec.core.pictures import chunk_end
 from specdec.core.sharing import Room, Waiting
 from specdec.core.types import Sequence
 
+TURNS = 2
+"""Prompts that are read in turns: the first, and the one with the fewest tokens left."""
+
 
 @dataclass
 class Scheduler:
@@ -49,11 +52,22 @@ class Scheduler:
         """Give free slots to the next in turn; returns the newly seated."""
         seated = []
         while self.free and self.waiting:
-            seq = self.waiting.seat()
+            seq = self.waiting.seat(self._longest_seated())
+            if seq is None:
+                break
             seq.slot = self.free.pop()
             self.prefilling.append(seq)
             seated.append(seq)
         return seated
+
+    def _longest_seated(self) -> int | None:
+        """The most tokens of a prompt that may be seated now; None: any number. While long prompts
+        take both turns of `next_chunk`, a further one would hold its slot unread: the last slot is
+        left to a prompt of half their length, which is read at once."""
+        long = [left for left in map(_left_to_read, self.prefilling) if left > self.chunk]
+        if len(self.free) > 1 or len(long) < TURNS:
+            return None
+        return max(self.chunk, min(long) // 2)
 
     def next_chunk(self) -> tuple[Sequence, int, int] | None:
         """The (sequence, start, stop) to prefill in this turn, or None. Turns alternate between the

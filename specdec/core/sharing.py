@@ -95,13 +95,18 @@ class Waiting:
         requests[seq.owner].sequences.remove(seq)
         self._forget_empty(seq.owner)
 
-    def seat(self) -> Sequence:
-        """Remove and return the next sequence, and count its slot."""
-        caller = min(self._callers, key=self._rank)
-        requests = self._callers[caller]
-        owner = min(requests, key=self._rank_of_request)
-        seq = requests[owner].sequences.popleft()
-        requests[owner].turn = self._served[caller] = self._next_turn()
+    def seat(self, longest: int | None = None) -> Sequence | None:
+        """Remove and return the next sequence, and count its slot. longest: the most tokens of its
+        prompt; None: any number. Returns None where all are longer."""
+        offers = {caller: self._offers(caller, longest) for caller in self._callers}
+        callers = [caller for caller, owners in offers.items() if owners]
+        if not callers:
+            return None
+        caller = min(callers, key=self._rank)
+        owner = min(offers[caller], key=self._rank_of_request)
+        request = self._callers[caller][owner]
+        seq = request.sequences.popleft()
+        request.turn = self._served[caller] = self._next_turn()
         self._forget_empty(owner)
         self._slots[caller] += 1
         self._seated[owner] += 1
@@ -111,6 +116,13 @@ class Waiting:
         """Count a slot that is free again."""
         _less(self._slots, seq.owner.caller)
         _less(self._seated, seq.owner)
+
+    def _offers(self, caller: str, longest: int | None) -> list[Owner]:
+        """The caller's requests of which the next prompt is not too long."""
+        requests = self._callers[caller].items()
+        if longest is None:
+            return [owner for owner, _ in requests]
+        return [owner for owner, own in requests if own.sequences[0].prompt_len <= longest]
 
     def _rank(self, caller: str) -> tuple[int, int]:
         return self._slots[caller], self._served.get(caller, -1)

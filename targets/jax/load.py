@@ -29,13 +29,17 @@ SHORTEST = 16
 """Least context: shorter ones can't even be checked."""
 CHUNK = 128
 """Tokens per prefill call; rings of sliding layers are this much longer than their window."""
+MAPPED_CHUNK = 64
+"""The same on CPUs (`Plan.mapped`), where a call takes a time that grows with its tokens: a short
+prompt, padded to a chunk, is read in half the time, others wait for half, and long prompts take as
+long."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 KV_DTYPES = {"bfloat16": jnp.bfloat16, "int8": jnp.int8}
 
 
 @dataclass(frozen=True)
 class JaxOptions:
-    """How to run a model with JAX. dtype and mapped: None takes what suits the platform."""
+    """How to run a model with JAX. dtype, mapped and chunk: None takes what suits the platform."""
 
     slots: int = 4
     max_len: int = 2048
@@ -51,7 +55,7 @@ class JaxOptions:
     features: tuple[int, ...] = ()
     tp: int = 1
     mapped: bool | None = None
-    chunk: int = CHUNK
+    chunk: int | None = None
     vision: VisionSpec | None = None
     """The checkpoint's image side; None: it is not read."""
 
@@ -105,7 +109,7 @@ def make_plan(arch: Arch, options: JaxOptions) -> Plan:
         options.slots,
         options.max_len,
         options.width or width_for(options.k),
-        min(options.chunk, options.max_len),
+        min(options.chunk or (MAPPED_CHUNK if mapped else CHUNK), options.max_len),
         options.features,
         mapped,
         0 if options.vision is None else options.vision.budget,

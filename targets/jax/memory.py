@@ -13,7 +13,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, released
 from targets.checkpoint import Checkpoint
 from targets.jax.cache import abstract_cache
-from targets.jax.load import JaxOptions, kv_dtype_of, make_mesh, make_plan, wide_dtype
+from targets.jax.load import CHUNK, JaxOptions, kv_dtype_of, make_mesh, make_plan, wide_dtype
 from targets.jax.params import bytes_of
 from targets.jax.tower import CELLS_AT_ONCE
 from targets.memory import Need, gib, host_free
@@ -66,7 +66,7 @@ def _cache_bytes(arch: Arch, options: JaxOptions, context: int) -> int:
 
 
 def _workspace(arch: Arch, options: JaxOptions) -> int:
-    plan = make_plan(arch, replace(options, max_len=min(options.chunk, arch.max_position)))
+    plan = make_plan(arch, replace(options, max_len=min(options.chunk or CHUNK, arch.max_position)))
     widest = max(layer.ffw for layer in arch.layers)
     logits = plan.slots * plan.width * arch.vocab
     wide = jnp.dtype(wide_dtype(options)).itemsize

@@ -21,7 +21,8 @@ WINDOWED = {"window": 40}
 LENGTH = {"mini": 2048, "mini-e": 2048}
 """Contexts; SHORT for the tiny models."""
 SHORT = 1024
-MINI_CHUNK = 128
+MINI_CHUNK = {"jax": 64, "cuda": 128}
+"""As on a CPU by default."""
 CHUNK = 32
 
 
@@ -52,7 +53,7 @@ class WarmBench(parts.Bench):
         """context: the context length; None for the model's value in `LENGTH`, else SHORT."""
         if model in VARIANTS:
             _longer(parts.folder(model))
-        chunk = CHUNK if model in VARIANTS else MINI_CHUNK
+        chunk = CHUNK if model in VARIANTS else MINI_CHUNK[backend]
         case = {"backend": backend, "model": model, "slots": 3, "k": 4, "chunk": chunk}
         case["max_len"] = context or LENGTH.get(model, SHORT)
         if backend == "cuda":

@@ -14,7 +14,7 @@ from serve.body import SPARE_CONTAINERS
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.grammars import PER_CALLER, GrammarQueue
-from serve.lanes import LARGE_WAITING, SMALL_BYTES, Lanes
+from serve.lanes import LARGE_WAITING, MEDIUM_BYTES, MEDIUM_THREADS, SMALL_BYTES, Lanes
 from serve.prompts import encode, written_bytes
 from serve.schema import parse
 from targets.chat_template import ChatTemplate, RenderedTooLong
@@ -105,43 +105,61 @@ def test_counting_ends_early():
     assert written_bytes(["x"] * 10**6, 10) == 11
 
 
-def test_small_work_does_not_wait_for_large():
+@pytest.mark.parametrize("size", [SMALL_BYTES + 1, MEDIUM_BYTES, MEDIUM_BYTES + 1])
+def test_small_work_does_not_wait_for_larger(size):
     async def main() -> list[str]:
         lanes, release, done = Lanes(), threading.Event(), []
 
-        async def large(number: int) -> None:
-            await lanes.run(SMALL_BYTES + 1, release.wait, 60)
-            done.append("large")
+        async def larger() -> None:
+            await lanes.run(size, release.wait, 60)
+            done.append("larger")
 
         async def small() -> None:
             await lanes.run(10, done.append, "small")
 
-        larges = [asyncio.create_task(large(i)) for i in range(4)]
+        others = [asyncio.create_task(larger()) for _ in range(4)]
         await asyncio.gather(*(small() for _ in range(8)))
         release.set()
-        await asyncio.gather(*larges)
+        await asyncio.gather(*others)
         return done
 
-    assert asyncio.run(main()) == ["small"] * 8 + ["large"] * 4
+    assert asyncio.run(main()) == ["small"] * 8 + ["larger"] * 4
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 1), (2, 1), (4, 2), (64, MEDIUM_THREADS)])
+def test_encoding_takes_half_of_the_cores_at_most(cores, most, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    others, release = set(threading.enumerate()), threading.Event()
+
+    async def main() -> int:
+        lanes = Lanes()
+        works = [asyncio.create_task(lanes.run(MEDIUM_BYTES, release.wait, 60)) for _ in range(9)]
+        await lanes.run(10, len, "")  # behind them
+        begun = {thread.name for thread in set(threading.enumerate()) - others}
+        release.set()
+        await asyncio.gather(*works)
+        return sum(name.startswith("specdec-medium") for name in begun)
+
+    assert asyncio.run(main()) == most
 
 
 def test_only_so_many_large_bodies_are_read_at_once():
     lanes = Lanes()
-    held = [lanes.admitted(SMALL_BYTES + 1) for _ in range(LARGE_WAITING)]
+    held = [lanes.admitted(MEDIUM_BYTES + 1) for _ in range(LARGE_WAITING)]
     for one in held:
         one.__enter__()
     with pytest.raises(ApiError) as refusal, lanes.admitted(None):
         pass
     assert refusal.value.status == 429 and "Retry-After" in refusal.value.headers
-    with lanes.admitted(SMALL_BYTES):
+    with lanes.admitted(MEDIUM_BYTES):
         held[0].__exit__(None, None, None)
-    with lanes.admitted(SMALL_BYTES + 1):
+    with lanes.admitted(MEDIUM_BYTES + 1):
         pass
     held[0] = lanes.admitted(None)
     held[0].__enter__()
     with pytest.raises(ApiError):
-        asyncio.run(lanes.prepare(SMALL_BYTES + 1, len, ""))
-    assert asyncio.run(lanes.prepare(SMALL_BYTES, len, "")) == 0
+        asyncio.run(lanes.prepare(MEDIUM_BYTES + 1, len, ""))
+    assert asyncio.run(lanes.prepare(MEDIUM_BYTES, len, "")) == 0
 
 
 def test_grammars_wait_in_a_bounded_queue_of_their_own():

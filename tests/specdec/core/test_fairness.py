@@ -117,6 +117,47 @@ def test_short_prompts_leave_every_other_chunk_to_those_who_came_first():
     assert "".join(read[:18]) == "010203040506070809"
 
 
+def prompts(*lengths: int) -> list[Sequence]:
+    """Those of each length are a request of their own."""
+    return [Sequence([1] * n, request_id=str(n), owner=Owner("", str(n))) for n in lengths]
+
+
+def seated_by(scheduler: Scheduler, seqs: list[Sequence]) -> list[str]:
+    for seq in seqs:
+        scheduler.submit(seq)
+    return [seq.request_id for seq in scheduler.admit()]
+
+
+def test_long_prompts_that_wait_for_their_turn_leave_the_last_slot_to_a_short_one():
+    scheduler = Scheduler(slots=4, max_waiting=1000, chunk=8)
+    assert seated_by(scheduler, prompts(80, 81, 82, 83)) == ["80", "81", "82"]
+    assert seated_by(scheduler, prompts(8)) == ["8"]
+
+
+def test_a_prompt_of_half_their_length_takes_the_last_slot():
+    scheduler = Scheduler(slots=4, max_waiting=1000, chunk=8)
+    assert seated_by(scheduler, prompts(80, 81, 82, 41, 40)) == ["80", "81", "82", "40"]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_long_prompts_take_all_slots_where_each_has_its_turn(slots):
+    scheduler = Scheduler(slots=slots, max_waiting=1000, chunk=8)
+    assert len(seated_by(scheduler, prompts(*[80] * slots))) == slots
+
+
+def test_no_stream_of_short_prompts_keeps_a_long_one_from_a_slot():
+    scheduler = Scheduler(slots=4, max_waiting=1000, chunk=8)
+    seated = seated_by(scheduler, prompts(80, 81, 82, 83))
+    for _ in range(60):
+        found = scheduler.next_chunk()
+        assert found is not None
+        seq, _, stop = found
+        if scheduler.chunk_done(seq, stop) and seq.prompt_len == 8:
+            scheduler.release(seq)  # its answer is one token
+        seated += seated_by(scheduler, prompts(8))
+    assert "83" in seated
+
+
 def test_a_full_queue_has_room_for_a_caller_that_holds_less_than_its_part():
     scheduler = Scheduler(slots=1, max_waiting=4, chunk=8)
     for seq in sequences("a", "0", 5):

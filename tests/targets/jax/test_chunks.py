@@ -6,7 +6,8 @@ import jax
 
 from specdec.core.types import Sequence
 from targets import mini
-from targets.jax.load import JaxOptions, load_target
+from targets.jax.load import CHUNK, MAPPED_CHUNK, JaxOptions, load_target, make_plan
+from targets.model_folder import read_arch
 
 
 def test_a_prompt_never_has_two_chunks_in_a_devices_queue():
@@ -17,3 +18,10 @@ def test_a_prompt_never_has_two_chunks_in_a_devices_queue():
     for start in range(0, 3 * chunk, chunk):
         target.prefill(seq, start, start + chunk)
         assert all(array.is_ready() for array in jax.tree.leaves(target.cache))
+
+
+def test_chunks_are_shorter_where_rows_run_one_by_one():
+    arch = read_arch(mini.path("mini"))
+    assert make_plan(arch, JaxOptions(mapped=True)).chunk == MAPPED_CHUNK < CHUNK
+    assert make_plan(arch, JaxOptions(mapped=False)).chunk == CHUNK
+    assert make_plan(arch, JaxOptions(mapped=True, chunk=48)).chunk == 48
