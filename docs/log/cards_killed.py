@@ -26,8 +26,8 @@ from targets.arch import released
 from targets.cuda.cards import CardsCycle, step_of
 from targets.cuda.load import CudaOptions
 from targets.cuda.load_cards import random_cards
-from tests.targets.cuda.gpu.test_cuda_card_ranks import ARCH
 
+LAYERS = 12
 PATIENCE = 10
 """Seconds until memory that is still taken counts as lost."""
 LOADING = 4.0
@@ -49,7 +49,8 @@ def work(ready) -> None:
     from drafters.lookup.cuda import DeviceLookup
 
     options = CudaOptions(slots=8, max_len=8192, dtype="fp8", kv_dtype="fp8", k=4, graphs=True)
-    target = random_cards(replace(ARCH, vocab=released("gemma-4-12b").vocab), options, 2)
+    whole = released("gemma-4-12b")
+    target = random_cards(replace(whole, layers=whole.layers[:LAYERS]), options, 2)
     lookup = step_of(target, lambda rank: DeviceLookup(rank, 2, 5))
     engine = Engine(target, NoDrafter(), CardsCycle(target, lookup, 4))
     for i in range(8):
