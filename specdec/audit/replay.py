@@ -58,8 +58,8 @@ def replayed(
 
 
 def _once_all_are_read(cycle: Cycle) -> Cycle:
-    """Claims go on together, once all that have a slot are read: a cycle of few rows takes nearly as
-    long as one of all, and no client waits for a first id."""
+    """Claims go on together, once all that have a slot are read: a cycle of few rows takes nearly
+    as long as one of all, and no client waits for a first id."""
 
     def waiting(seqs: Seqs[Sequence], prefilling: bool) -> list[Round]:
         return [] if prefilling else cycle(seqs, prefilling)
