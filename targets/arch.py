@@ -61,10 +61,8 @@ class LayerSpec:
     layers, of which draft heads are made)."""
     raw_values: bool = field(default=False, repr=False)
     """Values are taken as they are, also where queries and keys are normed (Qwen3's layers)."""
-    whole_kv_heads: int | None = field(default=None, repr=False)
-    """The model's, where this is one card's part of a layer."""
-    reaching: bool = field(default=False, repr=False)
-    """Each call says how far its tokens see: behind themselves too (block drafters, pictures)."""
+    both_ways: bool = field(default=False, repr=False)
+    """The tokens of a call see each other, not those before them alone (block drafters)."""
 
     @property
     def sliding(self) -> bool:

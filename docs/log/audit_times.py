@@ -35,7 +35,7 @@ from tests.support.audits import changed
 
 ANSWERS = 48
 AT_ONCE = 32
-ALONE = 3
+ALONE = 2
 TOKENS = 512
 LONGEST = 384
 """Tokens of a prompt: all of it is read by kernels of decoding."""

@@ -32,8 +32,6 @@ WIDE_TILES_M = 2
 """Most tiles of query rows per CTA of `fused` with heads of `WIDE`: registers hold no more."""
 LANES = 16
 """Lanes, to which chunks of keys are dealt by absolute position (attention.cuh)."""
-MOST_LANES = 64
-"""Lanes of a global layer with one K/V head: a long row's then keep half of the machine busy."""
 SHORT_CHUNK = 64
 """Keys per chunk where it is not `CHUNK`: for heads of `WIDE`, because registers hold no more, and
 for windows that then fit into half of the lanes, because their keys are dealt to twice as many
@@ -82,7 +80,7 @@ them; for more, a kernel of its own does."""
 class _AttentionJob(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosine", "sine", "k", "v")),
-        *((name, c_void_p) for name in ("start", "slot", "reach", "x", "q", "partial", "sums")),
+        *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
         *((name, c_int) for name in ("stride", "batch", "tokens", "group", "kv_heads")),
         *((name, c_int) for name in ("entries", "window", "own", "k_eq_v")),
         *((name, c_int) for name in ("stores", "stages", "rows")),
@@ -92,16 +90,15 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """Compile-time constants of a layer: head_dim, keys of a chunk, lanes, and as `LayerSpec` has
-    them. The number of query heads per KV head is passed at run time: compiled
-    in, it costs 0.6 % with several tokens (docs/performance.md)."""
+    """Compile-time constants of a layer: head_dim, keys of a chunk, and as `LayerSpec` has them.
+    The number of query heads per KV head is passed at run time: compiled in, it costs 0.6 % with
+    several tokens (docs/performance.md)."""
 
     dim: int
     chunk: int
-    lanes: int
     normed: bool
     raw_values: bool
-    reaching: bool
+    both_ways: bool
 
     @property
     def padded(self) -> int:
@@ -154,7 +151,6 @@ class Attention:
         """`Ops.attention`. For "w8a8": rows of f16 (value / 32) that are not quantised yet, as an
         input with block 0."""
         (batch, tokens), layer = rows.tokens.shape, inputs.spec
-        assert layer.reaching == (inputs.reach is not None), "kernels are compiled for either"
         size = batch * tokens, layer.heads * layer.head_dim
         x = (
             make_rows(*size, self._device)
@@ -178,8 +174,7 @@ class Attention:
 
         # q has 16-bit values, two per float; lanes first: those of a short context share pages
         q = None if alone else new(heads, _shares(queries, tiles_m), dim // 2, _filled(tiles_m))
-        lanes = _lanes(layer)
-        room = q, new(lanes, heads, queries, dim), new(lanes, heads, queries, 2)
+        room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
         job = self._job(qkv, inputs, rows, x, kind, room)
         job.rows = 8 * tiles_m
         if not alone:
@@ -223,7 +218,6 @@ class Attention:
             v=address(cache.v),
             start=address(rows.start),
             slot=address(rows.slot),
-            reach=address(inputs.reach),
             x=address(x and x.data),
             q=address(q),
             partial=address(partial),
@@ -261,7 +255,7 @@ class Attention:
     ) -> None:
         """vectors_per_warp: vectors that a warp computes at a time."""
         heads = _heads(layer)
-        grid = (_shares(job.tokens * job.group, tiles_m) * heads.lanes, layer.kv_heads, batch)
+        grid = (_shares(job.tokens * job.group, tiles_m) * LANES, layer.kv_heads, batch)
         variant = _variant("attention_split", heads, self._kv8, tiles_m, vectors_per_warp)
         room = _vectors_bytes(heads.padded, job.tokens, self._kv8) if vectors_per_warp > 1 else 0
         self._launch(variant, "split", grid, THREADS, [job], _fixed(heads, tiles_m) + room)
@@ -287,13 +281,13 @@ def partial_bytes(layer: LayerSpec, rows: int, entries: int) -> int:
 
 
 def _partial(layer: LayerSpec, rows: int) -> int:
-    return _lanes(layer) * rows * layer.heads * (_padded(layer.head_dim) + 2) * 4
+    return LANES * rows * layer.heads * (_padded(layer.head_dim) + 2) * 4
 
 
 def lanes_seen(layer: LayerSpec, tokens: int) -> int:
     """Lanes with keys that some of so many tokens sees, at most."""
     if layer.window is None:
-        return _lanes(layer)
+        return LANES
     return min(LANES, (layer.window + tokens - 3) // _chunk(layer) + 2)
 
 
@@ -351,10 +345,9 @@ def _variant(
 ) -> Variant:
     size = ("PADDED_HEAD_DIM", heads.padded), ("HEAD_DIM", heads.dim), ("CHUNK_KEYS", heads.chunk)
     tiles = () if tiles_m is None else (("TILES_M", tiles_m),)
-    other = () if heads.lanes == LANES else (("LANES", heads.lanes),)
-    other += () if heads.normed else (("NORMED", 0),)
+    other = () if heads.normed else (("NORMED", 0),)
     other += (("RAW_VALUES", 1),) if heads.raw_values else ()
-    other += (("REACHING", 1),) if heads.reaching else ()
+    other += (("BOTH_WAYS", 1),) if heads.both_ways else ()
     lanes = (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
     return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *other, *lanes))
 
@@ -379,16 +372,8 @@ def _vectors_bytes(dim: int, tokens: int, kv8: int) -> int:
 
 
 def _heads(layer: LayerSpec) -> _Heads:
-    kind = layer.normed, layer.raw_values, layer.reaching
-    return _Heads(layer.head_dim, _chunk(layer), _lanes(layer), *kind)
-
-
-def _lanes(layer: LayerSpec) -> int:
-    """A function of the whole model's layer, because the order of sums depends on it."""
-    if layer.window is not None:
-        return LANES
-    each = MOST_LANES // (layer.whole_kv_heads or layer.kv_heads)
-    return max(LANES, 1 << each.bit_length() >> 1)
+    kind = layer.normed, layer.raw_values, layer.both_ways
+    return _Heads(layer.head_dim, _chunk(layer), *kind)
 
 
 def _chunk(layer: LayerSpec) -> int:

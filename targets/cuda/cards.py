@@ -51,7 +51,7 @@ class CardsTarget:
     def identity(self) -> str:
         """Their number doesn't matter for prompts of up to `plan.first` tokens, and does for longer
         ones."""
-        return f"{self.ranks[0].identity} of {self.arch} on {len(self.ranks)} cards"
+        return f"{self.plan} {self.arch} on {len(self.ranks)} cards"
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         *_, step = self.prefill_parts(seq, start, stop)

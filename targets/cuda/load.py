@@ -93,7 +93,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     plan = plan_of(checkpoint, arch, options)
     spec, encoder = options.vision, None
     files = None if spec is None else VisionFiles(path, spec, arch.hidden)
-    ops = make_ops(arch, plan, sees=spec is not None)
+    ops = make_ops(arch, plan)
     with all_or_nothing():
         weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
         weights = copied(weights, ops) if options.prefill_copy else weights
@@ -107,7 +107,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
 def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget:
     """A model of this architecture with random weights (speed tests)."""
     plan = make_plan(arch, options, "bfloat16")
-    ops = make_ops(arch, plan, sees=options.vision is not None)
+    ops = make_ops(arch, plan)
     with all_or_nothing():
         weights = random_params(arch, plan.dtype, plan.device, ops, seed, plan.correlation)
         weights = copied(weights, ops) if options.prefill_copy else weights
@@ -274,11 +274,9 @@ def _widths(arch: Arch) -> set[int]:
     return {w for layer in arch.layers for w in (layer.ffw, layer.heads * layer.head_dim)}
 
 
-def make_ops(
-    arch: Arch, plan: Plan, kernels: Callable[..., Ops] | None = None, sees: bool = False
-) -> Ops:
+def make_ops(arch: Arch, plan: Plan, kernels: Callable[..., Ops] | None = None) -> Ops:
     """The kernels on the current GPU; plain torch on a CPU, and for float32 anywhere. kernels: of a
-    card that has a part of each layer. sees: with those that pictures need."""
+    card that has a part of each layer."""
     if plan.device == "cpu":
         # rows are computed one by one: threads would wait for each other far longer than they work
         torch.set_num_threads(1)
@@ -288,11 +286,10 @@ def make_ops(
         return Reference(arch)
     from targets.cuda.kernels import Kernels
     from targets.cuda.prefill_launch import compiled
-    from targets.cuda.variants import picture_variants, rounding_variants
+    from targets.cuda.variants import rounding_variants
 
     kv = KV_DTYPES[plan.kv_dtype]
     more = rounding_variants(arch.hidden) if plan.dtype == "fp8" else set()
-    more |= picture_variants(arch, plan.kv_dtype == "fp8") if sees else set()
     common = plan.positions, kv, _kinds(arch, plan), more
     ops = Kernels(arch, *common) if kernels is None else kernels(*common)
     compiled()  # now, not within the first request

@@ -7,7 +7,6 @@ norm are one operation, so that a kernel reads and writes the stream once.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,28 +33,12 @@ ALL_ROWS_TO_THE_END = 64
 less time."""
 
 
-SoftRows = tuple[tuple[int, Tensor], ...]
-"""Pictures' rows [S, H], each with the row of the call from which on they take the place of
-embeddings."""
-
-
 class Hidden(NamedTuple):
     """logits [M, V] float32, soft-capped, of each row, of one alone, or None where none were
     needed; features [M, F]: the chosen layers' outputs, or None."""
 
     logits: Tensor | None
     features: Tensor | None
-
-
-class PictureRows(NamedTuple):
-    """Pictures in a call of one sequence. reach [1, T]: as `AttentionLayer` has it, of sliding
-    layers; None where the rows of a picture are causal."""
-
-    soft: SoftRows
-    reach: Tensor | None
-
-
-NO_PICTURES = PictureRows((), None)
 
 
 def decode(
@@ -68,22 +51,19 @@ def decode(
     only: Tensor | None = None,
     choosing: Choosing | None = None,
     remembers: bool = False,
-    pictures: PictureRows = NO_PICTURES,
 ) -> Hidden:
     """Feed the rows: write their K/V, attend over the cache alone. only [B]: logits of these rows
     alone, one of each sequence. choosing: how words are chosen, if logits are used for nothing
     else; words that can't be chosen may then have -inf. `remembers`: whether the tokens are also
     written to their slots' text."""
     h = ops.embed(weights.embedding, rows, cache.tokens if remembers else None)
-    for first, soft in pictures.soft:  # per-layer inputs are those of id 0: see `pictures.py`
-        h[first : first + len(soft)] = soft
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
     many = only is not None and rows.tokens.shape[1] > ALL_ROWS_TO_THE_END
     last = last_of_all_rows(arch, features) if many else len(arch.layers)
     for i, w in enumerate(weights.layers):
-        layer = _attended(arch, cache, i, w, pictures.reach)
+        layer = AttentionLayer(arch.layers[i], cache.of(arch.layers, i), w.q_norm, w.k_norm)
         kept = captured[:, features.index(i)] if captured is not None and i in features else None
         qkv = ops.linear(x, w.qkv)
         if i == last and only is not None:
@@ -92,7 +72,6 @@ def decode(
             h, qkv = h.index_select(0, only), qkv.index_select(0, only)
             inputs = None if inputs is None else inputs.index_select(0, only)
             rows, only = _last_rows(rows, only), None
-            layer = _attended(arch, cache, i, w, None)  # none of these lies in a picture
         x = _rest(h, qkv, w, layer, rows, ops, opening(weights, i + 1), (inputs, i), kept)
     if only is not None:
         x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
@@ -102,16 +81,6 @@ def decode(
     else:
         logits = ops.candidates(x, (weights.head, narrow), arch.softcap, rows, choosing)
     return Hidden(logits, None if captured is None else captured.flatten(1))
-
-
-def _attended(
-    arch: Arch, cache: KVCache, i: int, w: LayerWeights, reach: Tensor | None
-) -> AttentionLayer:
-    spec, own = arch.layers[i], cache.of(arch.layers, i)
-    layer = AttentionLayer(spec, own, w.q_norm, w.k_norm)
-    if reach is None or not spec.sliding:
-        return layer
-    return replace(layer, spec=replace(spec, reaching=True), reach=reach)
 
 
 def decode_layer(

@@ -134,16 +134,13 @@ class RoutedBranch(NamedTuple):
 class AttentionLayer:
     """One layer's attention. cache: the donor's where the layer shares another's K/V. Layers that
     aren't normed have no q_norm and k_norm. ahead: queries are turned for the position so far
-    behind their row's, which is the last that they see (drafters that read the target's K/V).
-    reach [B, T] int32: the last position that each row sees, not falling within a sequence; None:
-    its own."""
+    behind their row's, which is the last that they see (drafters that read the target's K/V)."""
 
     spec: LayerSpec
     cache: LayerCache
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     ahead: int = 0
-    reach: Tensor | None = None
 
 
 class Ops(Protocol):

@@ -17,7 +17,7 @@ from targets.arch import Arch, MoeSpec
 from targets.cuda import four_bits
 from targets.cuda.cache import KVCache
 from targets.cuda.formulas import gelu, mix_inputs, rank, rms
-from targets.cuda.model import Hidden, SoftRows, last_of_all_rows, opening
+from targets.cuda.model import Hidden, last_of_all_rows, opening
 from targets.cuda.ops import AttentionLayer, Closing, Linear, Opening, Ops
 from targets.cuda.params import LayerWeights, Moe, PerLayer, Weights
 from targets.cuda.prefill_kernels import PrefillKernels
@@ -25,6 +25,9 @@ from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput, Steps
 from targets.cuda.reference import Reference
 
+SoftRows = tuple[tuple[int, Tensor], ...]
+"""Pictures' rows [S, H], each with the row of the chunk from which on they take the place of
+embeddings."""
 TAIL = 16
 """Rows of a prompt's last chunk that continue behind the last layer that stores keys and values:
 only the last row's logits are needed, and the library's matmuls need 16 rows."""

@@ -154,12 +154,13 @@ class Reference:
         inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
         queries = query(qkv, layer.q_norm, spec, self.arch.eps)
         out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
-        places = _places(rows)
-        reach = [p for _, p in places] if layer.reach is None else layer.reach.flatten().tolist()
-        for r, (slot, position) in enumerate(places):
+        tokens = rows.tokens.shape[1]
+        for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
                 q = rotate(queries[r].clone(), (position + layer.ahead) * inverse)
-                out[r] = attend(q, layer.cache, slot, position, spec.window, reach[r]).flatten()
+                newest = position + (tokens - 1 - r % tokens if spec.both_ways else 0)
+                mixed = attend(q, layer.cache, slot, position, spec.window, newest)
+                out[r] = mixed.flatten()
         return as_input(out, kind, EIGHTHS)
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:

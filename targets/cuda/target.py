@@ -11,7 +11,7 @@ import torch
 
 from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
-from specdec.core.pictures import PlacedPicture, sees_up_to, within
+from specdec.core.pictures import PlacedPicture, within
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
@@ -27,7 +27,7 @@ from targets.cuda.graphs import (
     idle_rows,
     padded_together,
 )
-from targets.cuda.model import NO_PICTURES, Hidden, PictureRows, decode
+from targets.cuda.model import Hidden, decode
 from targets.cuda.ops import Choosing, Ops, Rows
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.params import Weights, rounding
@@ -42,9 +42,6 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
-ARITHMETIC = 2
-"""Goes up where the same plan and weights give other bits than before, as receipts name them: 2 has
-32 or 64 lanes of keys in global layers with one or two K/V heads."""
 CALLS = 3
 """Calls of decoding's kernels that are quicker than the library's matmuls, which read weights that
 are put in order first, by more launches than the host has time for."""
@@ -280,24 +277,13 @@ class CudaTarget:
         ends: bool,
         pictures: list[tuple[PlacedPicture, torch.Tensor]],
     ) -> Iterator[Hidden | None]:
-        """A chunk with pictures: one call of decoding's kernels, or the library."""
-        tokens = rows.tokens.shape[1]
+        """A chunk with pictures: always on the library, whatever its length."""
         spans = tuple((placed.start - start, placed.stop - start) for placed, _ in pictures)
-        soft = tuple((first, own) for (first, _), (_, own) in zip(spans, pictures, strict=True))
-        if tokens <= (self.plan.first if start == 0 else self.plan.slack):
-            reach = self._reach(start, start + tokens, [placed for placed, _ in pictures])
-            return iter([self.short(rows, pictures=PictureRows(soft, reach))])
         seen = spans if self.arch.pictures_both_ways else ()
         chunk = PrefillChunk(rows.tokens[0], start, slot, spans=seen)
+        soft = tuple((first, own) for (first, _), (_, own) in zip(spans, pictures, strict=True))
         common = self.weights, self.arch, self.cache, chunk, self.ops
         return prefill(*common, self.plan.features, ends, soft)
-
-    def _reach(self, start: int, stop: int, pictures: list[PlacedPicture]) -> torch.Tensor | None:
-        """[1, stop - start]; None where the rows of a picture are causal."""
-        if not self.arch.pictures_both_ways:
-            return None
-        seen = sees_up_to(start, stop, pictures)
-        return torch.tensor([seen], dtype=torch.int32, device=self.device)
 
     def _in_calls(self, rows: Rows, size: int) -> Iterator[Hidden | None]:
         """A chunk in parts. size: tokens of a call."""
@@ -411,17 +397,14 @@ class CudaTarget:
         return out.logits.view(shape), None if out.features is None else out.features.view(shape)
 
     @torch.inference_mode()
-    def short(
-        self, rows: Rows, only: torch.Tensor | None = None, pictures: PictureRows = NO_PICTURES
-    ) -> Hidden:
-        """A prefill call [B, T] like a verify; logits of rows `only` [B], or of one's last.
-        pictures: of a call [1, T]."""
+    def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
+        """A prefill call [B, T] like a verify; logits of rows `only` [B], or of one's last."""
         tokens = rows.tokens.shape[1]
         if only is None:
             only = torch.tensor([tokens - 1], device=self.device)
         weights = self._rounding if tokens > FINE else self.weights
         common = weights, self.arch, self.cache, rows, self.ops
-        return decode(*common, self.plan.features, only, pictures=pictures)
+        return decode(*common, self.plan.features, only)
 
     @torch.inference_mode()
     def choose(
@@ -451,7 +434,7 @@ class CudaTarget:
     @property
     def identity(self) -> str:
         """What fixes the bits that it computes, beside its weights."""
-        return f"{self.plan} {self.arch} arithmetic {ARITHMETIC}"
+        return f"{self.plan} {self.arch}"
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token

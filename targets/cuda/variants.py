@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from targets.arch import Arch
 from targets.cuda import attention, candidates, experts, gemm, sampler, untile, w8a8
 from targets.cuda.launch import Variant
@@ -30,14 +28,6 @@ def rounding_variants(hidden: int) -> set[Variant]:
     """What a prefill call of more than `target.FINE` tokens needs beside FP8's own kernels: for all
     rows, and for the last one of each prompt."""
     return w8a8.variants() | {norm_variant("w8a8", hidden)}
-
-
-def picture_variants(arch: Arch, kv8: bool) -> set[Variant]:
-    """What a call needs in which the rows of a picture see each other, on sliding layers."""
-    if not arch.pictures_both_ways:
-        return set()
-    sliding = (replace(layer, reaching=True) for layer in arch.layers if layer.sliding)
-    return attention.variants(replace(arch, layers=tuple(sliding)), int(kv8))
 
 
 def norm_variant(kind: str, hidden: int, ranks: int = 1) -> Variant:

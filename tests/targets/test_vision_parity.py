@@ -23,14 +23,12 @@ RELATIVE = 1e-3
 TOKENS = 6
 PICTURES = (levels(61, 97), levels(40, 24, seed=1))
 BACKENDS = ("jax", "cuda")
-WAYS = (*BACKENDS, "cuda's library")
-"""The last: no chunk is short enough for decoding's kernels."""
 EPS = 1e-6
 TWICE = ("31b", "12b")
 """Of the same layers as the others: JAX compiles them in the slow suite."""
 EACH = [
     pytest.param(v, b, marks=pytest.mark.slow if b == "jax" and v in TWICE else ())
-    for b in WAYS
+    for b in BACKENDS
     for v in VISION
 ]
 
@@ -47,11 +45,10 @@ def target_of(backend, path, chunk):
         from targets.jax.load import JaxOptions, load_target
 
         return load_target(path, JaxOptions(slots=1, max_len=256, chunk=chunk, vision=spec))
-    from targets.cuda.load import SHORTEST, CudaOptions, load_target
+    from targets.cuda.load import CudaOptions, load_target
 
-    short = {} if backend == "cuda" else {"short": SHORTEST}
-    common = {"slots": 1, "max_len": 256, "chunk": chunk, "device": "cpu", "vision": spec}
-    return load_target(path, CudaOptions(**common, **short))
+    options = CudaOptions(slots=1, max_len=256, chunk=chunk, device="cpu", vision=spec)
+    return load_target(path, options)
 
 
 def prompt(spec):

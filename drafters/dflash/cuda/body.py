@@ -2,7 +2,7 @@
 torch elsewhere. No shape depends on what was accepted, and nothing waits for the host, so a cycle
 captures it. The mathematics, and the JAX twin: `../jax/body.py`.
 
-The block is a call of attention in which the tokens see each other, or those before them alone: its
+The block is a call of attention of which the tokens see each other, or those before them alone: its
 keys and values are written to the cache behind the text's, and what is there next overwrites them.
 
 Shape legend: B rows, T tokens, U slots of a block, H hidden, F features, M = B U rows of a call.
@@ -50,17 +50,15 @@ def inject(placed: Placed, caches: tuple[LayerCache, ...], features: Tensor, row
 
 
 def block(placed: Placed, caches: tuple[LayerCache, ...], h: Tensor, rows: Rows) -> Tensor:
-    """The slots' states before the final norm [M, H] float32, in place of their embeddings h: each
-    text's newest token, which lies where the rows start, then mask tokens."""
+    """The slots' states before the final norm [M, H] float32, in place of their embeddings h: a
+    text's newest token, which lies at `rows.start`, then mask tokens."""
     closing, step = NOTHING, _step_of(placed)
-    whole = (rows.start + (rows.tokens.shape[1] - 1))[:, None].expand(rows.tokens.shape)
-    reach = whole.contiguous()  # of layers in which the slots see each other
     for layer, cache in zip(placed.layers, caches, strict=True):
-        own = replace(_attended(layer, cache), reach=reach if layer.spec.reaching else None)
 
-        def mix(x: X, layer: Layer = layer, own: AttentionLayer = own) -> Tensor:
+        def mix(x: X, layer: Layer = layer, cache: LayerCache = cache) -> Tensor:
             parts = (placed.ops.linear(x, weight) for weight in (layer.q, layer.kv))
-            mixed = placed.ops.attention(torch.cat(tuple(parts), 1), own, rows, layer.o.kind)
+            qkv = torch.cat(tuple(parts), 1)
+            mixed = placed.ops.attention(qkv, _attended(layer, cache), rows, layer.o.kind)
             return placed.ops.linear(mixed, layer.o)
 
         closing = step(placed, layer, h, closing, mix)

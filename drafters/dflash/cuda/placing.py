@@ -75,7 +75,7 @@ def arch_of(spec: BlockSpec) -> Arch:
             ffw=body.ffw,
             moe=None,
             raw_values=not body.gemma,
-            reaching=not layer.causal,
+            both_ways=not layer.causal,
         )
         for layer in body.layers
     )

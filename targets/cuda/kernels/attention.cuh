@@ -2,7 +2,7 @@
 // in a warp, sums of shares.
 //
 // Keys are cut into chunks of 128 (64 for wide heads and for short windows) at absolute positions, and
-// chunk c belongs to lane c % LANES. A lane takes its chunks in ascending order with a running maximum; then the lanes'
+// chunk c belongs to lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
 // results are merged in ascending order. So a row's sums depend on absolute positions alone, not on the CTA that
 // computes them. Chunks that a row can't see add exactly nothing to it.
 // k [slots, kv_heads, S, PADDED_HEAD_DIM]; v [slots, kv_heads, S / 32, PADDED_HEAD_DIM, 32]: position p is entry
@@ -19,9 +19,6 @@
 #ifndef CHUNK_KEYS  // keys of a chunk: 128, or 64
 #define CHUNK_KEYS 64
 #endif
-#ifndef LANES  // to which chunks are dealt: 16, 32, 64
-#define LANES 16
-#endif
 #ifndef FP8_CACHE  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define FP8_CACHE 0
 #endif
@@ -34,8 +31,8 @@
 #ifndef RAW_VALUES  // 1: values are taken as they are, also where queries and keys are normed
 #define RAW_VALUES 0
 #endif
-#ifndef REACHING  // 1: job.reach says how far each row sees; 0: to itself
-#define REACHING 0
+#ifndef BOTH_WAYS  // 1: all tokens of a call see each other, not those before them alone
+#define BOTH_WAYS 0
 #endif
 
 // ---- Number format of the cache ----
@@ -68,12 +65,11 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
 // ---- The job ----
-constexpr int kChunk = CHUNK_KEYS, kLanes = LANES, kDim = HEAD_DIM, kHalf = HEAD_DIM / 2;
+constexpr int kChunk = CHUNK_KEYS, kLanes = 16, kDim = HEAD_DIM, kHalf = HEAD_DIM / 2;
 static_assert(PADDED_HEAD_DIM == 64 || PADDED_HEAD_DIM == 128 || PADDED_HEAD_DIM == 256 || PADDED_HEAD_DIM == 512,
               "Heads are padded to 64, 128, 256 or 512 elements.");
 static_assert(HEAD_DIM <= PADDED_HEAD_DIM, "A head fits into its padding.");
 static_assert(CHUNK_KEYS == 64 || CHUNK_KEYS == 128, "A chunk of keys is 64 or 128: the order of sums depends on it.");
-static_assert(LANES == 16 || LANES == 32 || LANES == 64, "Lanes are merged sixteen at a time.");
 static_assert(LANES_PER_VECTOR == 32 || LANES_PER_VECTOR == 16 || LANES_PER_VECTOR == 8,
               "A warp makes 1, 2 or 4 head vectors at once.");
 
@@ -87,7 +83,6 @@ struct Job {
   Cached* v;
   const int* start;
   const int* slot;
-  const int* reach;  // [B, T]: the newest position that a row sees, not falling within a sequence
   void* x;        // the output projection's input
   u16* q;         // [B * kv_heads, shares, fragments of `rows` rows]; null: `split` and `fused` prepare queries themselves
   float* partial; // [lanes, B * kv_heads, T * G, PADDED_HEAD_DIM]: short contexts touch few pages
@@ -102,10 +97,8 @@ struct Job {
   int fp8, k_blocks, block, k_groups;  // of the layer that reads x: FP8 weights or bf16 ones; x's layout, block 0: rows
   float eps;
 
-  // The newest position that token t of sequence b sees, which begins at `start`.
-  __device__ int newest(int b, int start, int t) const {
-    return REACHING ? reach[b * tokens + min(t, tokens - 1)] : start + t;
-  }
+  // The newest position that token t of a call from position `start` on sees.
+  __device__ int newest(int start, int t) const { return start + (BOTH_WAYS ? tokens - 1 : t); }
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
     const int all = tokens * group, shares = (all + rows - 1) / rows;
@@ -116,7 +109,7 @@ struct Job {
   }
 };
 
-// The place of a call in the cache and in time, as `reach` too. Written before the first kernel of a call, which
+// The place of a call in the cache and in time. Written before the first kernel of a call, which
 // no other one overtakes: it may be read before `wait_for_previous`.
 struct Place {
   int slot, start;

@@ -74,9 +74,6 @@ class Case:
 
     def call(self, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
         layer = AttentionLayer(self.layer, self.cache, self.q_norm, self.k_norm)
-        if self.layer.reaching:  # to the call's last token
-            last = rows.start[:, None] + rows.tokens.shape[1] - 1
-            layer = replace(layer, reach=last.expand(rows.tokens.shape).contiguous())
         x = self._attend(qkv, layer, rows, "fp8")
         return rows_of(x, self.layer.heads * self.layer.head_dim, "fp8")
 
@@ -102,7 +99,7 @@ class Case:
         for row, values in enumerate(self.qkv(tokens).double()):
             slot, position = row // tokens, self.starts[row // tokens] + row % tokens
             oldest = max(0, position - layer.window + 1) if layer.window else 0
-            newest = self.starts[slot] + tokens - 1 if layer.reaching else position
+            newest = self.starts[slot] + tokens - 1 if layer.both_ways else position
             k, v = read(self.cache, slot, oldest, newest + 1)
             q = values[: layer.heads * layer.head_dim].view(layer.kv_heads, -1, layer.head_dim)
             q = q * (q.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self.q_norm.double()

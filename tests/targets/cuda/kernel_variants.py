@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import drafters
@@ -20,7 +19,7 @@ from targets.arch import released
 from targets.cuda import four_bits, launch, prefill_launch
 from targets.cuda.launch import Variant
 from targets.cuda.ranks import RANKS
-from targets.cuda.variants import norm_variant, picture_variants, variants as target_variants
+from targets.cuda.variants import norm_variant, variants as target_variants
 from targets.model_folder import read_arch
 
 RELEASED = sorted(file.stem for file in Path(arch.__file__).with_name("released").glob("*.json"))
@@ -55,13 +54,8 @@ def variants() -> set[Variant]:
         target_variants(dflash_placing.arch_of(dflash.sized(released(name))), 0, {"fp8", "bf16"})
         for name in RELEASED
     ]
-    seeing = [
-        picture_variants(replace(released(name), pictures_both_ways=True), kv8)
-        for name in RELEASED
-        for kv8 in (False, True)
-    ]
     drafting = *heads, *assistants, *blocks
-    return prefill_launch.variants().union({LOOKUP}, ranks, *decoding, *drafting, *seeing)
+    return prefill_launch.variants().union({LOOKUP}, ranks, *decoding, *drafting)
 
 
 def needed(file: str) -> list[Variant]:

@@ -349,9 +349,7 @@ T from_lane(unsigned lanes, T value, int lane) {
   return value;
 }
 template <typename T>
-T __shfl_sync(unsigned lanes, T value, int lane, int width = 32) {
-  return from_lane(lanes, value, threadIdx.x % 32 / width * width + lane % width);
-}
+T __shfl_sync(unsigned lanes, T value, int lane) { return from_lane(lanes, value, lane % 32); }
 template <typename T>
 T __shfl_xor_sync(unsigned lanes, T value, int by) { return from_lane(lanes, value, threadIdx.x % 32 ^ by); }
 template <typename T>

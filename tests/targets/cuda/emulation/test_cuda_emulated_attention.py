@@ -21,18 +21,16 @@ SHORT = LayerSpec(40, 2, 1, 48, Rope(1e4, 24), False, None, 256, None)
 LONG = LayerSpec(None, 6, 2, 64, Rope(1e4, 32), False, None, 256, None)
 BROAD = LayerSpec(1024, 2, 1, 256, Rope(1e4, 128), False, None, 256, None)
 WIDE = LayerSpec(None, 4, 1, 512, Rope(1e6, 64), True, None, 256, None)
-BLOCK = replace(SHORT, heads=4, k_eq_v=False, raw_values=True, reaching=True)
+BLOCK = replace(SHORT, heads=4, k_eq_v=False, raw_values=True, both_ways=True)
 """Of a block drafter: keys behind a query are seen, and values are not normed."""
 LAYERS = [pytest.param(layer, id=str(layer.head_dim)) for layer in (SHORT, LONG, BROAD, WIDE)]
 KV = [pytest.param(kv, id=str(kv)) for kv in (torch.bfloat16, torch.float8_e4m3fn)]
 STARTS = [0, 61, 126, 200]
 """Around edges of chunks and of windows."""
-FAR = replace(SHORT, window=None, heads=4, kv_heads=4), [4000], 4224
-"""A layer, a start and positions: all 16 lanes have two chunks, and the ring of keys turns."""
-MANY_LANES = replace(SHORT, window=None), [20, 2200, 8300], 8576
-"""64 lanes: of three texts one has chunks in a lane, one in 18, one two in some."""
+FAR = replace(SHORT, window=None), [4000], 4224
+"""A layer, a start and positions: all lanes have two chunks, and the ring of keys turns."""
 FARTHEST = replace(SHORT, window=None), [262_141], 262_144
-"""2,048 chunks, 32 a lane."""
+"""2,048 chunks, 128 a lane."""
 LAST = SHORT, [999_935, 999_997], LONGEST
 """The last positions that a server takes: divisions by a ring's entries are exact up to them."""
 NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
@@ -91,23 +89,21 @@ def test_tokens_of_a_block_see_each_other(window, monkeypatch):
     fused_equals_split(case, 16, monkeypatch)
 
 
-@pytest.mark.parametrize("other", [{"reaching": False}, {"raw_values": False}], ids=str)
+@pytest.mark.parametrize("other", [{"both_ways": False}, {"raw_values": False}], ids=str)
 def test_what_a_block_sees_makes_a_difference(other):
-    case, wrong = (
-        case_of(layer, torch.bfloat16, [126]) for layer in (BLOCK, replace(BLOCK, **other))
-    )
-    assert error(wrong.all_together(8), case.exact(8)) > 0.1
+    kv, wrong = torch.bfloat16, replace(BLOCK, **other)
+    case, another = (case_of(layer, kv, [126]) for layer in (BLOCK, wrong))
+    assert error(another.all_together(8), case.exact(8)) > 0.1
 
 
-@pytest.mark.parametrize("where", [FAR, MANY_LANES], ids=["16 lanes", "64 lanes"])
-def test_a_lane_goes_on_to_its_next_chunk(where, monkeypatch):
-    layer, starts, positions = where
+def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):
+    layer, starts, positions = FAR
     case = case_of(layer, torch.bfloat16, starts, positions)
     same_and_near(case, torch.bfloat16, 2)
     fused_equals_split(case, 2, monkeypatch)
 
 
-def test_a_lane_has_many_chunks():
+def test_a_lane_has_128_chunks():
     layer, starts, positions = FARTHEST
     case = case_of(layer, torch.bfloat16, starts, positions)
     assert error(case.all_together(2), case.exact(2)) <= NEAR[torch.bfloat16]
