@@ -16,7 +16,7 @@ from drafters.none.host import NoDrafter
 from serve.outputs import output_of
 from serve.runner import Update
 from serve.served_tokenizer import ServedTokenizer
-from serve.stream import ChoiceText, Part, text_of, with_unopened_thoughts
+from serve.stream import ChoiceText, Part, Piece, text_of, with_unopened_thoughts
 from specdec.audit.receipt import Receipt, commitments_of
 from specdec.audit.verdict import GOES_ON, Chosen, Verdict, conditions_of
 from specdec.constraints.constraint import unpacked
@@ -67,13 +67,26 @@ def _once_all_are_read(cycle: Cycle) -> Cycle:
     return waiting
 
 
+class IdsAlone:
+    """In place of `ChoiceText` where no text is claimed and none decides the end: there is no stop
+    string, and no call gives it another name."""
+
+    token_count = 0
+
+    def feed(self, update: Update) -> Piece:
+        self.token_count += len(update.tokens)
+        if update.finish is None:
+            return Piece((), (), None)
+        return Piece((), (), "stop" if update.finish == "stop" else "length")
+
+
 @dataclass
 class Row:
     """A claim that is replayed."""
 
     receipt: Receipt
     seq: Sequence
-    text: ChoiceText
+    text: ChoiceText | IdsAlone
     equal: int = 0
     """Ids that were compared, and are the target's."""
     differs: int | None = None
@@ -111,11 +124,11 @@ class Row:
         return equal
 
     def _compare(self, event: Event) -> int:
-        coming = self.claimed[self.equal :]
+        coming = self.claimed[self.equal : self.equal + len(event.tokens)]
         pairs = zip(event.tokens, coming, strict=False)
         equal = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if equal is None:
-            equal = min(len(event.tokens), len(coming))
+            equal = len(coming)
         elif self.differs is None:
             self.differs = event.tokens[equal]
         self.equal += equal
@@ -149,9 +162,7 @@ class Replay:
         """A claim as a sequence, or the refusal of one that can't be replayed."""
         try:
             self._check(receipt)
-            output = output_of(receipt.limits.output, self._tokenizer)
-            text = ChoiceText(self._tokenizer, receipt.limits.stop, output)
-            return Row(receipt, self._sequence(receipt), text)
+            return Row(receipt, self._sequence(receipt), self._text(receipt))
         except UserError as problem:
             return Verdict("refused", reason=str(problem), conditions=conditions_of(receipt))
 
@@ -208,6 +219,14 @@ class Replay:
             reuse=None,
         )
 
+    def _text(self, receipt: Receipt) -> ChoiceText | IdsAlone:
+        """Decoding is most of what the host does with an id, so it is left out where it may be."""
+        limits = receipt.limits
+        if receipt.answer.text is None and not limits.stop and limits.output.tools is None:
+            return IdsAlone()
+        output = output_of(limits.output, self._tokenizer)
+        return ChoiceText(self._tokenizer, limits.stop, output)
+
     def _engine(self, waiting: int) -> Engine:
         drafter = NoDrafter()
         cycle = _once_all_are_read(host_cycle(self._target, drafter, self.k))
@@ -233,7 +252,7 @@ class Replay:
 
     def _sequence(self, receipt: Receipt) -> Sequence:
         prompt = list(receipt.prompt.ids)
-        claim = PredictedText(receipt.answer.ids)
+        claim = PredictedText(receipt.answer.ids, sought=False)
         return Sequence(
             prompt,
             receipt.sampling_of(),

@@ -10,6 +10,7 @@ from time import monotonic, perf_counter
 import numpy as np
 
 from specdec.core.errors import UserError
+from specdec.core.logprobs import StepLogprobs
 from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
@@ -20,11 +21,9 @@ from specdec.core.timing import EngineTimes
 from specdec.core.types import (
     NO_GUESS,
     SAT_OUT,
-    Array,
     Event,
     FinishReason,
     Guesser,
-    LogprobRows,
     Round,
     Sequence,
     Step,
@@ -218,7 +217,7 @@ class Engine:
             self.prefix_cache.keep(seq, stop)
         if not self.scheduler.chunk_done(seq, stop):
             return []
-        return [self._emit(seq, np.asarray(step.chosen)[0], step.logprobs, 0)]
+        return [self._emit(seq, np.asarray(step.chosen)[0].tolist(), _told(step), 0)]
 
     def _refused(self, seq: Sequence, refusal: Exception) -> list[Event]:
         """End a sequence after a failed prefill; the others go on. If memory is short and the
@@ -232,40 +231,41 @@ class Engine:
         return [self._finish(seq, (), "error", error=f"prefill: {refusal}")]
 
     def _emit_round(self, rows: tuple[Sequence, ...], done: Round, seconds: float) -> list[Event]:
-        chosen, accepted = np.asarray(done.step.chosen), np.asarray(done.accepted)
-        drafted = np.asarray(done.proposal.tokens) != NO_GUESS
-        sources = first_sources(done.proposal)
-        events = []
+        # lists, once for all rows: numpy's scalars, one by one, cost the host more
+        chosen, accepted = np.asarray(done.step.chosen).tolist(), np.asarray(done.accepted).tolist()
+        drafted = (np.asarray(done.proposal.tokens) != NO_GUESS).tolist()
+        sources, forced_of = first_sources(done.proposal), forced_guesses(done)
+        told, events = _told(done.step), []
         for b, seq in enumerate(rows):
-            n = int(accepted[b])
+            n = accepted[b]
             # ended in an earlier round of the same dispatch, or not part of this cycle
             if seq.finish is not None or n == SAT_OUT:
                 continue
-            event = self._emit(seq, chosen[b, : n + 1], done.step.logprobs, b)
+            event = self._emit(seq, chosen[b][: n + 1], told, b)
             self._count(seq, drafted[b], n, len(event.tokens))
-            forced, source = forced_guesses(done, b)
+            forced, source = forced_of[b]
             if forced:
                 self.forced[source].add(forced, min(n, len(event.tokens)))
             first = source if forced else sources[b]
-            self.drafts[first if drafted[b].any() else "none"].add(len(event.tokens))
+            self.drafts[first if any(drafted[b]) else "none"].add(len(event.tokens))
             if seq.reported:
                 event = replace(event, report=report_of(done, b, len(event.tokens), seconds))
             events.append(event)
         self.times.emitted(sum(len(event.tokens) for event in events), len(events))
         return events
 
-    def _count(self, seq: Sequence, drafted: Array, accepted: int, emitted: int) -> None:
+    def _count(self, seq: Sequence, drafted: list[bool], accepted: int, emitted: int) -> None:
         before = len(seq.tokens) - emitted
         for stats in (seq.acceptance, self.acceptance):
-            stats.add(drafted.tolist(), min(accepted, emitted), emitted, before)
+            stats.add(drafted, min(accepted, emitted), emitted, before)
 
-    def _emit(self, seq: Sequence, chosen: Array, logprobs: LogprobRows | None, row: int) -> Event:
+    def _emit(self, seq: Sequence, chosen: list[int], told: StepLogprobs | None, row: int) -> Event:
         """Append the chosen tokens, cut at a stop id or a limit; tokens beyond are discarded."""
         if seq.constraint is not None and seq.constraint.failure is not None:
             return self._finish(seq, (), "error", error=seq.constraint.failure)
-        tokens, finish = _cut_by_grammar(seq, [int(t) for t in chosen], self.target.max_len)
+        tokens, finish = _cut_by_grammar(seq, chosen, self.target.max_len)
         seq.tokens.extend(tokens)
-        details = _logprob_rows(seq, logprobs, row, len(tokens))
+        details = None if told is None else told.of(seq, row, len(tokens))
         if finish is None:
             return Event(seq, tuple(tokens), None, details)
         return self._finish(seq, tuple(tokens), finish, details)
@@ -308,22 +308,5 @@ def _cut(seq: Sequence, chosen: list[int], max_len: int) -> tuple[list[int], Fin
     return chosen, None
 
 
-def _logprob_rows(
-    seq: Sequence, logprobs: LogprobRows | None, row: int, count: int
-) -> tuple[TokenLogprob, ...] | None:
-    if seq.sampling.logprobs is None or logprobs is None:
-        return None
-    n = seq.sampling.logprobs
-    chosen = np.asarray(logprobs.chosen)[row]
-    ids, values = np.asarray(logprobs.top_ids)[row], np.asarray(logprobs.top_logprobs)[row]
-    sums = np.asarray(logprobs.checksums)[row].astype(np.uint64)
-    sampling = np.asarray(logprobs.sampling)[row].astype("<u4").tobytes()
-    return tuple(
-        TokenLogprob(
-            float(chosen[j]),
-            tuple((int(i), float(v)) for i, v in zip(ids[j, :n], values[j, :n], strict=True)),
-            int(sums[j, 0] | sums[j, 1] << np.uint64(32)),
-            sampling,
-        )
-        for j in range(count)
-    )
+def _told(step: Step) -> StepLogprobs | None:
+    return None if step.logprobs is None else StepLogprobs(step.logprobs)

@@ -24,13 +24,15 @@ PATIENCE = 16
 class PredictedText:
     """A predicted text's token ids and the places of each id. Several answers may share one."""
 
-    def __init__(self, tokens: Seqs[int]) -> None:
-        """Raises UserError for what can't be a token id: guesses are int32."""
+    def __init__(self, tokens: Seqs[int], sought: bool = True) -> None:
+        """sought: whether an answer that has left the text is looked for in it; else it never
+        comes back, and no places are kept. Raises UserError for what can't be a token id: guesses
+        are int32."""
         if tokens and not (0 <= min(tokens) and max(tokens) < MOST_IDS):
             raise UserError("a predicted text holds what is no token id: ids are 0 or more")
         self.tokens = tokens
         self._places: dict[int, list[int]] = {}
-        for place, token in enumerate(tokens):
+        for place, token in enumerate(tokens if sought else ()):
             self._places.setdefault(token, []).append(place)
 
     def near(self, token: int, place: int) -> Seqs[int]:
@@ -49,6 +51,9 @@ class Prediction:
         self.text, self._predicted = predicted.tokens, predicted
         self._start = self._read = start
         self._next = 0
+        self._agreeing = 0
+        """Tokens at the answer's end that equal those before `_next`, at most `LOOK`: counted while
+        the answer follows the text, compared only where it comes back to it."""
         self._repeated = bytearray(len(self.text))
         self._followed = -PATIENCE
         """Position of the answer's last token that repeated the text with `SURE` agreeing tokens;
@@ -67,13 +72,15 @@ class Prediction:
     def read(self, tokens: Seqs[int]) -> None:
         """Follow the answer to the end of `tokens`."""
         for at in range(self._read, len(tokens)):
-            if not self._expects(tokens[at]):
-                self._next = self._found(tokens, at)
             if self._expects(tokens[at]):
+                self._agreeing = min(self._agreeing + 1, LOOK)
+            else:
+                self._find(tokens, at)
+            if self._agreeing:
                 self._repeated[self._next] = 1
                 self._next += 1
-                if self._agreed(tokens, at, self._next - 1) >= SURE:
-                    self._followed = at
+            if self._agreeing >= SURE:
+                self._followed = at
         self._read = len(tokens)
 
     def promising(self, tokens: Seqs[int]) -> bool:
@@ -91,25 +98,26 @@ class Prediction:
         """Number of tokens at the end of the answer that equal those before the text's current
         place; at most `LOOK`."""
         self.read(tokens)
-        return self._agreed(tokens, len(tokens) - 1, self._next - 1)
+        return self._agreeing
 
     def _expects(self, token: int) -> bool:
         return self._next < len(self.text) and self.text[self._next] == token
 
-    def _found(self, tokens: Seqs[int], at: int) -> int:
-        """The place of tokens[at] in the text: among its occurrences near the last place the one
-        with the most agreeing tokens before it, the nearest of equals. The last place if there is
-        none."""
+    def _find(self, tokens: Seqs[int], at: int) -> None:
+        """Go to the place of tokens[at] in the text: among its occurrences near the last place the
+        one with the most agreeing tokens before it, the nearest of equals. Stay if there is none.
+        """
 
         def fit(place: int) -> tuple[int, int]:
             return self._agreed(tokens, at, place), -abs(place - self._next)
 
         near = self._predicted.near(tokens[at], self._next)
-        return max(near, key=fit, default=self._next)
+        self._next = max(near, key=fit, default=self._next)
+        self._agreeing = self._agreed(tokens, at, self._next) if near else 0
 
     def _agreed(self, tokens: Seqs[int], at: int, place: int) -> int:
         """Number of equal tokens backwards from tokens[at] and the text's `place`; at most
         `LOOK`."""
         most = min(LOOK, at - self._start + 1, place + 1)
         pairs = (tokens[at - i] == self.text[place - i] for i in range(most))
-        return next((i for i, same in enumerate(pairs) if not same), max(0, most))
+        return next((i for i, same in enumerate(pairs) if not same), most)

@@ -25,19 +25,21 @@ def first_sources(proposal: Proposal) -> list[str]:
     return [proposal.names[number] for number in first.tolist()]
 
 
-def forced_guesses(done: Round, row: int) -> tuple[int, Guesser]:
-    """Number of guesses of a row's draft that come before the drafter's own, and their source."""
+def forced_guesses(done: Round) -> list[tuple[int, Guesser]]:
+    """Number of guesses of each row's draft that come before the drafter's own, and their
+    source."""
     prefix = done.forced_prefix
     if prefix is None:
-        return 0, "drafter"
-    return int((np.asarray(prefix.rows)[row] >= 0).sum()), prefix.source[row]
+        return [(0, "drafter")] * len(done.proposal.tokens)
+    counts = (np.asarray(prefix.rows) >= 0).sum(1).tolist()
+    return list(zip(counts, prefix.source, strict=True))
 
 
 def report_of(done: Round, row: int, emitted: int, seconds: float) -> CycleReport:
     """The report of one row. emitted: the row's emitted tokens. seconds: the time of the cycle."""
     draft = np.asarray(done.proposal.tokens)[row].tolist()
     draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
-    forced, source = forced_guesses(done, row)
+    forced, source = forced_guesses(done)[row]
     sources = sources_of(done.proposal, row)
     guessers = [source] * min(forced, len(draft)) + sources[forced : len(draft)]
     accepted = min(int(np.asarray(done.accepted)[row]), emitted)

@@ -101,15 +101,18 @@ class Acceptance:
     def add(self, drafted: list[bool], accepted: int, emitted: int, context: int) -> None:
         """One cycle of one row: which positions held a guess, how many were kept and emitted.
         context: tokens of the text before the cycle."""
-        self._add(drafted, accepted, emitted)
-        own = self.by_context.setdefault(context_bucket(context), Acceptance())
-        own._add(drafted, accepted, emitted)
+        guesses = [i for i, guess in enumerate(drafted) if guess]
+        self._add(guesses, accepted, emitted)
+        bucket = context_bucket(context)
+        if bucket not in self.by_context:
+            self.by_context[bucket] = Acceptance()
+        self.by_context[bucket]._add(guesses, accepted, emitted)
 
-    def _add(self, drafted: list[bool], accepted: int, emitted: int) -> None:
+    def _add(self, guesses: list[int], accepted: int, emitted: int) -> None:
         self.cycles += 1
         self.emitted += emitted
         self.lengths[accepted] += 1
-        self.drafted_at.update(i for i, guess in enumerate(drafted) if guess)
+        self.drafted_at.update(guesses)
         self.accepted_at.update(range(accepted))
 
     def merge(self, other: Acceptance) -> None:

@@ -4,12 +4,17 @@ that can be calculated, so that every forgery is compared with what generating a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
-from specdec.audit.receipt import Receipt, packed_floats, read_receipt
+from serve.outputs import output_of
+from serve.runner import Update
+from serve.stream import ChoiceText
+from specdec.audit.making import PLAIN
+from specdec.audit.receipt import OutputPart, Receipt, packed_floats, read_receipt
 from specdec.audit.replay import replayed
 from specdec.audit.verdict import Verdict, exit_code
 from specdec.core.cycle import host_cycle
@@ -149,6 +154,64 @@ def test_text_and_log_probabilities_are_compared(honest):
     lied = r.model_copy(update={"logprobs": packed_floats(values.tolist())})
     (verdict,) = judged(lied)
     assert (verdict.kind, verdict.at) == ("log-probability differs", 5)
+
+
+class Marked(CharTokenizer):
+    """Letters that begin and end a call, and its name by any other but b: so long texts have calls.
+    Counts what is decoded."""
+
+    MARKS: ClassVar = {"<|tool_call>": "c", "<tool_call|>": "d"}
+    decoded = 0
+
+    def token_id(self, token: str) -> int | None:
+        return ALPHABET.index(self.MARKS[token]) if token in self.MARKS else None
+
+    def decode(self, ids, skip_special: bool = True) -> str:
+        Marked.decoded += 1
+        return "".join("b" if ALPHABET[i] == "b" else "call:f{" for i in ids if i > EOS)
+
+
+OUTPUTS = {
+    "plain": PLAIN,
+    "chat": OutputPart(form="chat", special=False, tools=None, in_thought=True),
+    "tools": OutputPart(form="chat", special=False, tools=("f",), in_thought=False),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("stop", ["", "b"])
+def test_ends_are_those_of_the_text_where_it_is_not_read_either(honest, output, stop):
+    """Each claim's ids with each end, by a text that is read to its end for every one."""
+    claims = []
+    for r in honest:
+        document = r.to_json()
+        del document["answer"]["text"]
+        document["limits"] |= {
+            "stop": [stop] if stop else [],
+            "output": OUTPUTS[output].model_dump(mode="json"),
+        }
+        for finish in ("stop", "length", "tool_calls", None):
+            document["answer"]["finish"] = finish
+            claims.append(read_receipt(text_of(document)))
+    Marked.decoded = 0
+    found = replayed(claims, ServedTarget(), Marked())
+    reads_text = bool(stop) or output == "tools"
+    assert (Marked.decoded > 0) == reads_text
+    for claim, verdict, right in zip(claims, found, map(_end_by_text, claims), strict=True):
+        wrong = claim.answer.finish not in (None, right[0]) or right[1] < len(claim.answer.ids)
+        assert verdict.kind == ("ends otherwise" if wrong else "verified"), (verdict, right)
+    calls = "tool_calls" in {finish for finish, _ in map(_end_by_text, claims)}
+    assert calls == (output == "tools")
+
+
+def _end_by_text(claim: Receipt) -> tuple[str | None, int]:
+    """None: it goes on."""
+    ids, limits = claim.answer.ids, claim.limits
+    text = ChoiceText(Marked(), limits.stop, output_of(limits.output, Marked()))
+    at_limit = "length" if len(ids) == limits.max_tokens else None
+    finish = "stop" if ids[-1] in limits.stop_ids else at_limit
+    ended = text.feed(Update(0, ids, finish=finish)).finish
+    return ended, text.token_count
 
 
 def test_a_commitment_is_compared_block_by_block():

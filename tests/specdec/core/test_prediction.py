@@ -3,6 +3,8 @@ tests that they change no token."""
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -11,7 +13,7 @@ from drafters.none.host import NoDrafter
 from specdec.core.constraint import GuidedDrafter, Unrestricted, forced_prefix_of, guided
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import DraftSetup, Engine
-from specdec.core.prediction import PATIENCE, PredictedText, Prediction
+from specdec.core.prediction import LOOK, PATIENCE, PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sequence
 from tests.support.fakes import Noise
 from tests.support.fakes_snapshots import cached_engine
@@ -95,6 +97,29 @@ def test_whatever_comes_it_guesses_from_its_text(text, answer, k):
         assert not guess or any(text[i : i + len(guess)] == guess for i in range(len(text)))
     assert prediction.accepted == at_once.accepted <= min(len(text), len(answer))
     assert prediction.accepted + prediction.rejected == len(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40))), st.integers(0, 2))
+def test_what_agrees_is_what_a_comparison_from_the_end_finds(copied, start):
+    """It is counted on while the answer follows the text. An id is once in this text, so that the
+    place is known; each piece ends with one that is nowhere."""
+    answer = [token for at, length in copied for token in [*TEXT[at : at + length], 7]]
+    prediction, tokens = followed([], start=start), [0] * start
+    for token in answer:
+        tokens.append(token)
+        agreeing = prediction.agreeing(tokens)
+        before = TEXT[: TEXT.index(token) + 1] if token in TEXT else []
+        pairs = zip(reversed(tokens[start:]), reversed(before), strict=False)
+        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        assert agreeing == min(LOOK, equal)
+
+
+def test_an_answer_that_is_not_sought_has_no_place_once_it_has_left():
+    prediction, answer = Prediction(PredictedText(TEXT, sought=False), 0), TEXT[:5]
+    assert list(prediction.guess(answer, 3)) == TEXT[5:8]
+    for token in [7, *TEXT[10:14]]:
+        answer = [*answer, token]
+        assert list(prediction.guess(answer, 3)) == []
 
 
 class Forcing:
