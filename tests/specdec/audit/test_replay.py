@@ -287,3 +287,17 @@ def test_conditions_that_may_force_a_text_are_shown(honest):
     for part in ("logit_bias on 1 ids (7: 100)", "20 allowed ids (0, 1,", "1 bad words", "3 tok"):
         assert part in shown
     assert shown.splitlines()[0] in str(verdict)
+
+
+def test_claims_go_on_together_once_all_are_read(honest, monkeypatch):
+    """A cycle of few rows takes nearly as long as one of all."""
+    batches: list[int] = []
+
+    class Watched(NoDrafter):
+        def propose(self, seqs, k) -> Proposal:
+            batches.append(len(seqs))
+            return super().propose(seqs, k)
+
+    monkeypatch.setattr("specdec.audit.replay.NoDrafter", Watched)
+    judged(*honest[:2], max_draft=1)
+    assert batches[0] == 2
