@@ -50,8 +50,8 @@ def inject(placed: Placed, caches: tuple[LayerCache, ...], features: Tensor, row
 
 
 def block(placed: Placed, caches: tuple[LayerCache, ...], h: Tensor, rows: Rows) -> Tensor:
-    """The slots' states before the final norm [M, H] float32, in place of their embeddings h: a
-    text's newest token, which lies at `rows.start`, then mask tokens."""
+    """The slots' states before the final norm [M, H] float32, in place of their embeddings h: each
+    text's newest token, which lies where the rows start, then mask tokens."""
     closing, step = NOTHING, _step_of(placed)
     for layer, cache in zip(placed.layers, caches, strict=True):
 

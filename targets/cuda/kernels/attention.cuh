@@ -97,8 +97,8 @@ struct Job {
   int fp8, k_blocks, block, k_groups;  // of the layer that reads x: FP8 weights or bf16 ones; x's layout, block 0: rows
   float eps;
 
-  // The newest position that token t of a call from position `start` on sees.
-  __device__ int newest(int start, int t) const { return start + (BOTH_WAYS ? tokens - 1 : t); }
+  // The newest position that the query at a position of a call from `start` on sees.
+  __device__ int newest(int start, int query) const { return BOTH_WAYS ? start + tokens - 1 : query; }
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
     const int all = tokens * group, shares = (all + rows - 1) / rows;

@@ -35,7 +35,7 @@ struct Work {
     first_row = tile * kRows, rows = min(kRows, job.tokens * job.group - first_row);
     const Place place(job, b);
     start = place.start, slot = place.slot;
-    newest = job.newest(start, token(job, rows - 1));
+    newest = job.newest(start, position(job, rows - 1));
     oldest = job.window ? max(0, position(job, 0) - job.window + 1) : 0;
     chunk = first();
   }
