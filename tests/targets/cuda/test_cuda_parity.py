@@ -229,8 +229,9 @@ def test_mini_agrees_with_jax():
     steps = []
     for target in (ours, theirs):
         seq = Sequence(list(text), slot=0)
-        for start in range(0, 150, 128):
-            step = target.prefill(seq, start, min(start + 128, 150))
+        chunk = target.prefill_chunk
+        for start in range(0, 150, chunk):
+            step = target.prefill(seq, start, min(start + chunk, 150))
         for _ in range(8):
             seq.tokens.append(int(step.chosen[0, 0]))
             step = target.verify([seq], np.zeros((1, 0), np.int32))
