@@ -249,7 +249,8 @@ class Engine:
             first = source if forced else sources[b]
             self.drafts[first if any(drafted[b]) else "none"].add(len(event.tokens))
             if seq.reported:
-                event = replace(event, report=report_of(done, b, len(event.tokens), seconds))
+                report = report_of(done, b, forced_of[b], len(event.tokens), seconds)
+                event = replace(event, report=report)
             events.append(event)
         self.times.emitted(sum(len(event.tokens) for event in events), len(events))
         return events

@@ -35,11 +35,14 @@ def forced_guesses(done: Round) -> list[tuple[int, Guesser]]:
     return list(zip(counts, prefix.source, strict=True))
 
 
-def report_of(done: Round, row: int, emitted: int, seconds: float) -> CycleReport:
-    """The report of one row. emitted: the row's emitted tokens. seconds: the time of the cycle."""
+def report_of(
+    done: Round, row: int, forced_guess: tuple[int, Guesser], emitted: int, seconds: float
+) -> CycleReport:
+    """The report of one row. forced_guess: the row's of `forced_guesses`. emitted: its emitted
+    tokens. seconds: the time of the cycle."""
     draft = np.asarray(done.proposal.tokens)[row].tolist()
     draft = draft[: draft.index(NO_GUESS)] if NO_GUESS in draft else draft
-    forced, source = forced_guesses(done)[row]
+    forced, source = forced_guess
     sources = sources_of(done.proposal, row)
     guessers = [source] * min(forced, len(draft)) + sources[forced : len(draft)]
     accepted = min(int(np.asarray(done.accepted)[row]), emitted)

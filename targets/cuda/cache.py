@@ -61,6 +61,11 @@ def remember(texts: Tensor, tokens: Tensor, start: Tensor, slot: Tensor) -> None
     texts[slot[:, None].long(), place] = tokens
 
 
+def padded_head(head_dim: int) -> int:
+    """D'."""
+    return -(-head_dim // HEAD_ALIGN) * HEAD_ALIGN
+
+
 def slack_of(chunk: int, short: int) -> int:
     """Extra cache entries, so that no call overwrites what its own queries still see: the most
     rows that one call feeds to a sequence, a verify or a prefill chunk of up to `short` tokens."""
@@ -90,7 +95,7 @@ def make_cache(
         if layer.kv_from is not None:
             return None
         size = entries(layer, max_len, slack, first)
-        padded = -(-layer.head_dim // HEAD_ALIGN) * HEAD_ALIGN
+        padded = padded_head(layer.head_dim)
         heads = (slots, layer.kv_heads)
         return LayerCache(
             torch.zeros((*heads, size, padded), dtype=dtype, device=device),

@@ -14,7 +14,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch
 from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
-from targets.cuda.cache import CHUNK, HEAD_ALIGN, entries, slack_of
+from targets.cuda.cache import CHUNK, entries, padded_head, slack_of
 from targets.cuda.graphs import bucket_of, first_rows
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
@@ -150,7 +150,7 @@ def cache_bytes(arch: Arch, shape: TargetShape) -> int:
     for layer in arch.layers:
         if layer.kv_from is None:
             held = layer.kv_heads * entries(layer, shape.max_len, slack, first)
-            total += 2 * held * _up(layer.head_dim, HEAD_ALIGN) * KV[shape.kv]
+            total += 2 * held * padded_head(layer.head_dim) * KV[shape.kv]
     return shape.slots * total
 
 
@@ -239,7 +239,3 @@ def _gate_and_up(dtype: str, values: int) -> int:
     are large."""
     both = 2 * values * (1 if dtype in EIGHT else WIDE[dtype])
     return both // 2 if dtype == "int4" and both > WHOLE_BYTES else both
-
-
-def _up(value: int, to: int) -> int:
-    return -(-value // to) * to

@@ -15,6 +15,7 @@ from targets.arch import Arch, MoeSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits
 from targets.cuda.attention import HEADS
+from targets.cuda.cache import padded_head
 from targets.cuda.experts import kind_of, most_pairs
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
@@ -206,7 +207,7 @@ def _refuse_for_kernels(arch: Arch, options: CudaOptions, dtype: str, kv_dtype: 
     if arch.moe:
         _refuse_pairs(arch, arch.moe, options, dtype)
     dims = {layer.head_dim for layer in arch.layers}
-    if arch.hidden > WIDEST or any(-(-d // 64) * 64 not in HEADS or d % 8 for d in dims):
+    if arch.hidden > WIDEST or any(padded_head(d) not in HEADS or d % 8 for d in dims):
         raise UserError(
             f"the kernels take hidden sizes up to {WIDEST} and heads that fill up to 64, 128, 256 "
             f"or 512, not {arch.hidden} with heads of {sorted(dims)}: run it with --device cpu"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,17 +55,18 @@ def block(placed: Placed, caches: tuple[LayerCache, ...], h: Tensor, rows: Rows)
     text's newest token, which lies where the rows start, then mask tokens."""
     closing, step = NOTHING, _step_of(placed)
     for layer, cache in zip(placed.layers, caches, strict=True):
-
-        def mix(x: X, layer: Layer = layer, cache: LayerCache = cache) -> Tensor:
-            parts = (placed.ops.linear(x, weight) for weight in (layer.q, layer.kv))
-            qkv = torch.cat(tuple(parts), 1)
-            mixed = placed.ops.attention(qkv, _attended(layer, cache), rows, layer.o.kind)
-            return placed.ops.linear(mixed, layer.o)
-
-        closing = step(placed, layer, h, closing, mix)
+        closing = step(placed, layer, h, closing, partial(_mixed, placed, layer, cache, rows))
     if closing is not NOTHING:
         placed.ops.norm(h, Opening(placed.weights["norm"], placed.kind), closing)
     return h
+
+
+def _mixed(placed: Placed, layer: Layer, cache: LayerCache, rows: Rows, x: X) -> Tensor:
+    """`Mix`."""
+    ops = placed.ops
+    qkv = torch.cat((ops.linear(x, layer.q), ops.linear(x, layer.kv)), 1)
+    mixed = ops.attention(qkv, _attended(layer, cache), rows, layer.o.kind)
+    return ops.linear(mixed, layer.o)
 
 
 def normed(placed: Placed, x: Tensor) -> Tensor:

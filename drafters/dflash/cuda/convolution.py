@@ -31,8 +31,3 @@ def _convolve(kernels: Tensor, x: Tensor) -> Tensor:
     """kernels [B, U, TAPS, H] over x [B, U, H]: a slot's own tap comes first."""
     earlier = F.pad(x[:, :-1], (0, 0, 1, 0))
     return x * kernels[:, :, 0] + earlier * kernels[:, :, 1]
-
-
-def unchanged(x: Tensor) -> Tensor:
-    """What is done with an output where there is no convolution."""
-    return x

@@ -8,7 +8,7 @@ from drafters.dflash.cuda.body import SLACK
 from drafters.dflash.cuda.placing import arch_of
 from drafters.dflash.spec import BlockSpec, tensors
 from targets.cuda.attention import partial_bytes
-from targets.cuda.cache import HEAD_ALIGN, entries
+from targets.cuda.cache import entries, padded_head
 from targets.cuda.footprint import TargetShape
 from targets.cuda.graphs import bucket_of
 
@@ -33,8 +33,7 @@ def need_bytes(spec: BlockSpec, shape: TargetShape) -> int:
     body, rows = spec.body, bucket_of(shape.slots)
     layers = arch_of(spec).layers
     held = [entries(layer, shape.max_len, SLACK) for layer in layers]
-    padded = -(-body.head_dim // HEAD_ALIGN) * HEAD_ALIGN
-    kept = 2 * body.kv_heads * padded * shape.slots * sum(held)
+    kept = 2 * body.kv_heads * padded_head(body.head_dim) * shape.slots * sum(held)
     pairs = zip(layers, held, strict=True)
     partial = max(partial_bytes(layer, rows * spec.slots, own) for layer, own in pairs)
     states = rows * shape.width + shape.chunk

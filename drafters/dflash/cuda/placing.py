@@ -13,7 +13,7 @@ from drafters.dflash.spec import BlockSpec
 from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec
 from targets.cuda.attention import HEADS
-from targets.cuda.cache import HEAD_ALIGN
+from targets.cuda.cache import padded_head
 from targets.cuda.kernels import Kernels
 from targets.cuda.load import WIDEST
 from targets.cuda.ops import Linear, Ops
@@ -89,8 +89,7 @@ def ops_of(spec: BlockSpec, target_ops: Ops, positions: int, kind: str) -> Ops:
     arch, body = arch_of(spec), spec.body
     if isinstance(target_ops, Reference):
         return Reference(arch)
-    dim = -(-body.head_dim // HEAD_ALIGN) * HEAD_ALIGN
-    if body.hidden > WIDEST or body.head_dim % 8 or dim not in HEADS:
+    if body.hidden > WIDEST or body.head_dim % 8 or padded_head(body.head_dim) not in HEADS:
         raise UserError(
             f"the kernels take block drafters of width up to {WIDEST} with attention heads padded "
             f"to 64, 128, 256 or 512, not {body.hidden} with {body.head_dim}: use --backend jax"

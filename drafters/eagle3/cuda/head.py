@@ -20,7 +20,7 @@ from drafters.eagle3.spec import Head, HeadSpec, check_pair, tensors
 from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
-from targets.cuda.cache import entries, make_cache, slack_of
+from targets.cuda.cache import entries, make_cache, padded_head, slack_of
 from targets.cuda.footprint import LINEAR, TargetShape
 from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import vocabulary_of
@@ -145,7 +145,7 @@ def need_bytes(spec: HeadSpec, shape: TargetShape) -> int:
     longest, slots = min(shape.max_len, spec.max_position), shape.slots
     values = sum(prod(dims) for dims in tensors(spec).values())
     (layer,) = arch_of(spec).layers
-    held = entries(layer, longest, slack_of(PIECE, PIECE)) * -(-spec.head_dim // 64) * 64
+    held = entries(layer, longest, slack_of(PIECE, PIECE)) * padded_head(spec.head_dim)
     states = (slots + 1 + bucket_of(slots)) * shape.width + shape.chunk
     return (
         LINEAR[shape.dtype] * values
@@ -158,7 +158,7 @@ def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:
     if isinstance(target.ops, Reference):
         return DraftReference(arch)
     dim = arch.layers[0].head_dim
-    if -(-dim // 64) * 64 not in HEADS or dim % 8 or arch.hidden > WIDEST:
+    if padded_head(dim) not in HEADS or dim % 8 or arch.hidden > WIDEST:
         raise UserError(
             f"the kernels take EAGLE-3 heads of width up to {WIDEST} with attention heads padded "
             f"to 64, 128, 256 or 512, not {arch.hidden} with {dim}: use --backend jax"
