@@ -34,6 +34,7 @@ class EngineCollector(Collector):
         yield from self._drafts()
         yield from self._times()
         yield from self._queue()
+        yield from self._room()
         if (policy := self._runner.engine.drafting.policy) is not None:
             yield from self._choices(policy)
         cache = self._runner.engine.prefix_cache
@@ -171,6 +172,24 @@ class EngineCollector(Collector):
             family = GaugeMetricFamily(name, help_text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
+
+    def _room(self) -> Iterator[Metric]:
+        """Room for K/V: pages that sequences share, or a whole slot for each."""
+        runner = self._runner
+        pages, slots = runner.engine.scheduler.pages, runner.engine.target.slots
+        used = runner.running / slots if pages is None else 1 - pages.free / pages.plan.total
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc",
+            "Share of the room for K/V that sequences hold; 1 means all.",
+            labels=LABELS,
+        )
+        usage.add_metric(self._labels, used)
+        yield usage
+        yield self._counter(
+            "vllm:num_preemptions",
+            "Sequences that left their slots for others' texts, to be read again later.",
+            runner.engine.gave_way,
+        )
 
     def _counter(self, name: str, help_text: str, value: float) -> Metric:
         return self._labelled(name, help_text, (), [((), value)])

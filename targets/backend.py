@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.core.config import Loop, ModelConfig
 from specdec.core.errors import UserError
+from specdec.core.pages import Pages
 from specdec.core.prefix_cache.snapshots import TargetSnapshots
 from specdec.core.protocols import Cycle, Target
 from specdec.core.script import Script
@@ -56,6 +57,11 @@ class LoadedTarget(Target, Protocol):
     @property
     def plan(self) -> Any:
         """What it was made for, by the backend's own type; `features` is in each."""
+        ...
+
+    @property
+    def pages(self) -> Pages | None:
+        """Of its K/V; None: each slot has room for the longest text."""
         ...
 
     @property

@@ -58,6 +58,7 @@ class Counts:
     tokens: int = 0
     cancelled: int = 0
     accepted: int = 0
+    gave_way: int = 0
     refused: int = 0
     """Targets and drafters that this device refuses in one line, such as a target with rows that
     depend on their place there."""
@@ -114,6 +115,7 @@ def check_run(
         counts.cancelled += outcome.finish == "cancelled"
     counts.runs += 1
     counts.accepted += engine.acceptance.accepted
+    counts.gave_way += engine.gave_way
 
 
 def check_case(case: Case, counts: Counts) -> None:

@@ -77,7 +77,8 @@ def make_engine(
     parts = () if composite is None else composite.names(drafter)
     policy = None if composite is None else composite.policy(drafter)
     drafting = DraftSetup(speculation.drafter, parts, k, policy)
-    engine = Engine(target, drafter, driver, max_waiting, cache, drafting)
+    pages = model.target.pages
+    engine = Engine(target, drafter, driver, max_waiting, cache, drafting, pages)
     if composite is not None:
         composite.measure(engine, drafter)
     return engine

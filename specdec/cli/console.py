@@ -15,6 +15,7 @@ from specdec.assembly.model import Model
 from specdec.assembly.prefix import budget_for
 from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.errors import UserError
+from specdec.core.pages import PagePlan
 from specdec.core.provenance import run_record
 from targets.backend import Backend, backend_of
 
@@ -68,6 +69,8 @@ def print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document))
 
 
+ROOM_FOR = (4_000, 32_000)
+"""Tokens of texts for which the start says how many there is room for."""
 ROUNDED_INPUTS = (
     "8-bit weights meet 8-bit inputs (fp8-w8a8), for so many slots and guesses; --dtype fp8 keeps "
     "16-bit inputs"
@@ -83,10 +86,24 @@ def say_model(model: Model) -> None:
     console.print(f"[dim]model {model.name}{embedded} on {device}[/dim]")
     sizes = f"{target.slots} x {target.max_len:,} tokens of context (--slots, --max-len)"
     console.print(f"[dim]{sizes}; the model's limit is {target.arch.max_position:,}[/dim]")
+    if target.pages is not None:
+        console.print(f"[dim]{_room(model, target.pages.plan)}[/dim]")
     if config.dtype is None and str(target.dtype) == "fp8-w8a8":
         console.print(f"[dim]{ROUNDED_INPUTS}[/dim]")
     for note in model.notes:
         console.print(note, style="dim", markup=False, soft_wrap=True)
+
+
+def _room(model: Model, plan: PagePlan) -> str:
+    """How many texts of which length fit at once."""
+    target = model.target
+    lengths = [n for n in ROOM_FOR if n < target.max_len] + [target.max_len]
+    counts = [f"{plan.texts(n, target.slots):,} of {n:,}" for n in lengths]
+    narrower = "" if "8" in str(target.kv_dtype) else " (--kv-dtype fp8 holds twice as much)"
+    return (
+        f"K/V memory holds so many texts of so many tokens at once: {', '.join(counts)}{narrower}; "
+        "where they need more, the last to join waits"
+    )
 
 
 def say_prefix_cache(model: Model, config: PrefixConfig) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec.core.errors import UserError
 from specdec.core.logprobs import StepLogprobs
+from specdec.core.pages import Pages
 from specdec.core.policy.choice import Policy
 from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.protocols import Cycle, Drafter, Target
@@ -63,13 +64,15 @@ class Engine:
         max_waiting: int = 256,
         prefix_cache: PrefixCache | None = None,
         drafting: DraftSetup | None = None,
+        pages: Pages | None = None,
     ) -> None:
-        """drafting: the configured drafters, for request validation and /metrics."""
+        """drafting: the configured drafters, for request validation and /metrics. pages: of the
+        target's cache, as `LoadedTarget.pages`."""
         self.target = target
         self.drafter = drafter
         self.cycle = cycle
         self.prefix_cache, self.drafting = prefix_cache, drafting or DraftSetup()
-        self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk)
+        self.scheduler = Scheduler(target.slots, max_waiting, target.prefill_chunk, pages)
         self._parts: Iterator[Step | None] = iter(())
         """The rest of the chunk that `scheduler.reading` is in."""
         self.times = EngineTimes()
@@ -83,6 +86,8 @@ class Engine:
         self.drafts: defaultdict[str, Drafts] = defaultdict(Drafts)
         """Passes by the source of the draft's first guess; none: without a guess."""
         self.times = EngineTimes(plain_costs=self.times.plain_costs)
+        self.gave_way = 0
+        """How often a sequence left its slot for others' texts, to be read again later."""
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence. Raises UserError if it can't ever fit, QueueFull if it can't now."""
@@ -111,12 +116,23 @@ class Engine:
     def _step(self) -> list[Event]:
         events = self._drop_cancelled()
         for seq in self.scheduler.admit():
-            seq.seated = monotonic()
+            seq.seated = seq.seated or monotonic()
             self.drafter.reset(seq)
         events += self._prefill()
+        self._make_room()
         if self.scheduler.running:
             events += self._decode(tuple(self.scheduler.running))
         return events
+
+    def _make_room(self) -> None:
+        """Pages for what the next cycle may add to each text."""
+        gone = self.scheduler.grow()
+        self.gave_way += len(gone)
+        if gone and self.scheduler.reading is None:
+            self._parts = iter(())
+        if self.prefix_cache is not None:
+            for seq in gone:
+                self.prefix_cache.forget(seq)
 
     def _drop_cancelled(self) -> list[Event]:
         if self.prefix_cache is not None:
@@ -167,7 +183,7 @@ class Engine:
     def _together(self, seq: Sequence, start: int, stop: int) -> list[Sequence]:
         """The sequence, and others with prompts that the target reads in the same call."""
         alone = bool(seq.pictures) or seq is self.scheduler.reading
-        if alone or start > 0 or stop < seq.prompt_len:
+        if alone or start > 0 or stop != seq.prompt_len:
             return [seq]
         seqs = [seq, *self.scheduler.beside(seq)]
         return [seqs[i] for i in self.target.together([s.prompt_len for s in seqs])]
@@ -215,8 +231,8 @@ class Engine:
             return self._refused(seq, refusal)
         if self.prefix_cache is not None:
             self.prefix_cache.keep(seq, stop)
-        if not self.scheduler.chunk_done(seq, stop):
-            return []
+        if not self.scheduler.chunk_done(seq, stop) or seq.emitted:
+            return []  # what follows was chosen before it gave way
         return [self._emit(seq, np.asarray(step.chosen)[0].tolist(), _told(step), 0)]
 
     def _refused(self, seq: Sequence, refusal: Exception) -> list[Event]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.core.pages import Pages
 from specdec.core.pictures import chunk_end
 from specdec.core.sharing import Room, Waiting
 from specdec.core.types import Sequence
@@ -24,10 +25,14 @@ class Scheduler:
     """Prefill chunks end at absolute multiples of this, or at a picture that lies across one,
     independent of other sequences: the cut determines the order of reductions, so it must not
     depend on load."""
+    pages: Pages | None = None
+    """Of the target's cache; None where each slot has room for the longest text."""
     waiting: Waiting = field(default_factory=Waiting)
     prefilling: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
+    seated: list[Sequence] = field(default_factory=list)
+    """Those that are prefilling or running, in the order in which they got their slots."""
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots))[::-1]
@@ -49,16 +54,43 @@ class Scheduler:
         return gone
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to the next in turn; returns the newly seated."""
+        """Give free slots to the next in turn, as long as there are pages for its text; returns the
+        newly seated."""
         seated = []
         while self.free and self.waiting:
-            seq = self.waiting.seat(self._longest_seated())
+            seq = self.waiting.seat(self._longest_seated(), self._has_room)
             if seq is None:
                 break
             seq.slot = self.free.pop()
+            seq.seatings += 1
             self.prefilling.append(seq)
+            self.seated.append(seq)
+            if self.pages is not None:
+                self.pages.reserve(seq.slot, len(seq.tokens))
             seated.append(seq)
         return seated
+
+    def _has_room(self, seq: Sequence) -> bool:
+        return self.pages is None or self.pages.has_room(len(seq.tokens))
+
+    def grow(self) -> list[Sequence]:
+        """Reserve what the next cycle may add to each running text; where no page is left, the last
+        to join gives way. Returns those that did."""
+        gone: list[Sequence] = []
+        if self.pages is None:
+            return gone
+        for seq in tuple(self.running):
+            while seq.slot >= 0 and not self.pages.reserve(seq.slot, len(seq.tokens)):
+                gone.append(self.seated[-1])
+                self._give_way(self.seated[-1])
+        return gone
+
+    def _give_way(self, seq: Sequence) -> None:
+        """Back to the queue's front. Its text is read again when it is seated next: the prompt as
+        it was read first, then what was emitted, as it was decoded."""
+        self._leave_slot(seq)
+        self.waiting.put_back(seq)
+        seq.prefilled = 0
 
     def _longest_seated(self) -> int | None:
         """The most tokens of a prompt that may be seated now; None: any number. While long prompts
@@ -100,15 +132,17 @@ class Scheduler:
     def resume(self, seq: Sequence, start: int) -> int:
         """Record that the first `start` tokens of the prompt, whole chunks, are in the KV cache
         without prefill (0: none). Returns the end of the next chunk."""
-        seq.prefilled = seq.cached = start
+        seq.prefilled = start
+        if not seq.emitted:
+            seq.cached = start
         self._forget(seq)
         return self._chunk_end(seq)
 
     def chunk_done(self, seq: Sequence, stop: int) -> bool:
-        """Record a prefilled chunk; True where the prompt is complete and decoding may begin."""
+        """Record a prefilled chunk; True where the text is complete and decoding may begin."""
         seq.prefilled = stop
         self._forget(seq)
-        if stop < seq.prompt_len:
+        if _left_to_read(seq):
             return False
         self.prefilling.remove(seq)
         self.running.append(seq)
@@ -119,18 +153,27 @@ class Scheduler:
             self.reading = None
 
     def _chunk_end(self, seq: Sequence) -> int:
+        """What was emitted before it gave way is read again with the bits of decoding."""
+        if self.pages is not None and seq.prefilled >= seq.prompt_len:
+            return min(seq.prefilled + self.pages.plan.reread, seq.fed)
         return chunk_end(seq.prefilled, self.chunk, seq.prompt_len, seq.pictures)
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free its slot, if it has one."""
         self._room.leave(seq.owner.caller)
-        self._forget(seq)
         if seq.slot < 0:
             self.waiting.remove(seq)
             return
+        self._leave_slot(seq)
+
+    def _leave_slot(self, seq: Sequence) -> None:
+        self._forget(seq)
         (self.running if seq in self.running else self.prefilling).remove(seq)
+        self.seated.remove(seq)
         self.waiting.unseat(seq)
         self.free.append(seq.slot)
+        if self.pages is not None:
+            self.pages.release(seq.slot)
         seq.slot = -1
         self.check()
 
@@ -145,4 +188,4 @@ class Scheduler:
 
 
 def _left_to_read(seq: Sequence) -> int:
-    return seq.prompt_len - seq.prefilled
+    return seq.fed - seq.prefilled

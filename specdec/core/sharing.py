@@ -8,7 +8,7 @@ several processes with the same order decide the same.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,18 +67,21 @@ class Waiting:
         self._turn = 0
         self._seated: Counter[Owner] = Counter()
         self._slots: Counter[str] = Counter()
+        self._returned: deque[Sequence] = deque()
+        """Those that gave way, the one that had joined first in front."""
 
     def __len__(self) -> int:
-        return sum(
+        return len(self._returned) + sum(
             len(request.sequences)
             for requests in self._callers.values()
             for request in requests.values()
         )
 
     def __bool__(self) -> bool:
-        return bool(self._callers)
+        return bool(self._returned or self._callers)
 
     def __iter__(self) -> Iterator[Sequence]:
+        yield from self._returned
         for requests in self._callers.values():
             for request in requests.values():
                 yield from request.sequences
@@ -91,25 +94,51 @@ class Waiting:
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence that has no slot."""
+        if seq in self._returned:
+            self._returned.remove(seq)
+            return
         requests = self._callers[seq.owner.caller]
         requests[seq.owner].sequences.remove(seq)
         self._forget_empty(seq.owner)
 
-    def seat(self, longest: int | None = None) -> Sequence | None:
+    def put_back(self, seq: Sequence) -> None:
+        """A sequence that gave way to others: it comes before all that never had a slot."""
+        self._returned.appendleft(seq)
+
+    def seat(
+        self,
+        longest: int | None = None,
+        has_room: Callable[[Sequence], bool] = lambda seq: True,
+    ) -> Sequence | None:
         """Remove and return the next sequence, and count its slot. longest: the most tokens of its
-        prompt; None: any number. Returns None where all are longer."""
+        prompt; None: any number. Returns None where all are longer, or where the next one has no
+        room: others don't pass it."""
+        if self._returned:
+            if not has_room(self._returned[0]):
+                return None
+            seq = self._returned.popleft()
+        else:
+            owner = self._next(longest)
+            if owner is None or not has_room(self._callers[owner.caller][owner].sequences[0]):
+                return None
+            seq = self._taken(owner)
+        self._slots[seq.owner.caller] += 1
+        self._seated[seq.owner] += 1
+        return seq
+
+    def _next(self, longest: int | None) -> Owner | None:
+        """The request that gets the next slot."""
         offers = {caller: self._offers(caller, longest) for caller in self._callers}
         callers = [caller for caller, owners in offers.items() if owners]
         if not callers:
             return None
-        caller = min(callers, key=self._rank)
-        owner = min(offers[caller], key=self._rank_of_request)
-        request = self._callers[caller][owner]
+        return min(offers[min(callers, key=self._rank)], key=self._rank_of_request)
+
+    def _taken(self, owner: Owner) -> Sequence:
+        request = self._callers[owner.caller][owner]
         seq = request.sequences.popleft()
-        request.turn = self._served[caller] = self._next_turn()
+        request.turn = self._served[owner.caller] = self._next_turn()
         self._forget_empty(owner)
-        self._slots[caller] += 1
-        self._seated[owner] += 1
         return seq
 
     def unseat(self, seq: Sequence) -> None:

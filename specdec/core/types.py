@@ -202,11 +202,14 @@ class Sequence:
     """Length of the prompt within `tokens`. Set here from `tokens`."""
     slot: int = -1
     """The target's KV slot, -1 while waiting. Written by the scheduler."""
+    seatings: int = 0
+    """How often it got a slot: more than once where it gave way to others. Written by the
+    scheduler."""
     seated: float | None = None
-    """When it got its slot, in seconds of `time.monotonic`; None while it waits. Written by the
+    """When it first got a slot, in seconds of `time.monotonic`; None while it waits. Written by the
     engine."""
     prefilled: int = 0
-    """Prompt tokens that are in the KV cache. Written by the scheduler."""
+    """Tokens that are in the KV cache before it runs. Written by the scheduler."""
     cached: int = 0
     """Prompt tokens that came from the prefix cache. Written by the scheduler."""
     finish: FinishReason | None = None
@@ -232,6 +235,11 @@ class Sequence:
     @property
     def emitted(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def fed(self) -> int:
+        """Tokens that the KV cache holds while it runs: all but the last one that was chosen."""
+        return self.prompt_len + max(0, self.emitted - 1)
 
     def check_ids(self, vocab: int) -> None:
         """Raise UserError for token ids that a model with `vocab` of them does not have."""

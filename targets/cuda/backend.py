@@ -18,6 +18,7 @@ from targets.backend import TargetRequest
 if TYPE_CHECKING:
     import numpy as np
 
+    from specdec.core.pages import PagePlan
     from targets.arch import Arch
     from targets.cuda.cards import CardsTarget, OnCards
     from targets.cuda.device_drafter import DeviceDrafter
@@ -93,7 +94,8 @@ class CudaBackend:
         from targets.model_folder import read_arch
 
         options, arch = _options(config, request), read_arch(path)
-        _fit(arch, options, plan_of(Checkpoint(path, arch), arch, options), request, config.tp)
+        plan = plan_of(Checkpoint(path, arch), arch, options)
+        options = replace(options, pages=_pages(arch, options, plan, request, config.tp))
         if config.tp == 1:
             return load_target(path, options, request.suppress)
         from targets.cuda.load_cards import load_cards
@@ -107,7 +109,8 @@ class CudaBackend:
         from targets.cuda.load import make_plan, random_target
 
         options = _options(config, request)
-        _fit(arch, options, make_plan(arch, options, "bfloat16"), request, config.tp)
+        plan = make_plan(arch, options, "bfloat16")
+        options = replace(options, pages=_pages(arch, options, plan, request, config.tp))
         if config.tp == 1:
             return random_target(arch, options, seed)
         from targets.cuda.load_cards import random_cards
@@ -178,15 +181,20 @@ def _check(config: ModelConfig) -> None:
         check_device()
 
 
-def _fit(arch: Arch, options: CudaOptions, plan: Plan, request: TargetRequest, cards: int) -> None:
-    """Refuse before loading what will not fit. A CPU's memory is the system's own affair."""
+def _pages(
+    arch: Arch, options: CudaOptions, plan: Plan, request: TargetRequest, cards: int
+) -> PagePlan | None:
+    """`footprint.fitted`: refuse before loading what will not fit. A CPU's memory is the system's
+    own affair."""
     if options.device == "cpu":
-        return
-    from targets.cuda.footprint import check_fits
+        return None
+    from targets.cuda.footprint import fitted
+    from targets.cuda.load_cards import SHORT
 
     shape = _shape(options, plan)
     own, free = _of_each(arch, options, plan, cards)
-    check_fits(own, shape, free, request.extra_bytes(shape))
+    short = plan.short if cards == 1 else SHORT
+    return fitted(own, shape, free, request.extra_bytes(shape), short)
 
 
 def _of_each(arch: Arch, options: CudaOptions, plan: Plan, cards: int) -> tuple[Arch, int]:

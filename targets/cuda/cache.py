@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.core.pages import PagePlan, Pages
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, LayerSpec
+from targets.cuda.mapped import MappedPages
 
 CHUNK = 128
 """Entries come in multiples of this: attention takes keys in whole chunks, at absolute positions,
@@ -87,25 +89,50 @@ def make_cache(
     dtype: torch.dtype,
     device: str,
     first: int = 0,
+    pages: Pages | None = None,
 ) -> KVCache:
     """Zeros. slack: the most rows that one call through the cache feeds to a sequence; first: the
-    most that its first call feeds."""
+    most that its first call feeds. pages: of the global layers, from `make_pages`."""
+    own = [layer for layer in arch.layers if layer.kv_from is None]
+    sizes = [entries(layer, max_len, slack, first) for layer in own]
+    paged = isinstance(pages, MappedPages)
+    if paged:
+        whole = -(-pages.plan.longest // pages.plan.page) * pages.plan.page
+        sizes = [size if layer.window else whole for size, layer in zip(sizes, own, strict=True)]
+    shapes = [_shapes(layer, slots, size) for layer, size in zip(own, sizes, strict=True)]
+    growing = [
+        shape for both, layer in zip(shapes, own, strict=True) if not layer.window for shape in both
+    ]
+    mapped = iter(pages.tensors(growing, dtype) if paged else ())
 
-    def one(layer: LayerSpec) -> LayerCache | None:
-        if layer.kv_from is not None:
-            return None
-        size = entries(layer, max_len, slack, first)
-        padded = padded_head(layer.head_dim)
-        heads = (slots, layer.kv_heads)
-        return LayerCache(
-            torch.zeros((*heads, size, padded), dtype=dtype, device=device),
-            torch.zeros((*heads, size // LANES, padded, LANES), dtype=dtype, device=device),
-            size,
-            layer.head_dim,
-        )
+    def made(layer: LayerSpec, shape: tuple[int, ...]) -> Tensor:
+        if paged and not layer.window:
+            return next(mapped)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
+    parts = zip(own, sizes, shapes, strict=True)
+    caches = iter(
+        [
+            LayerCache(made(layer, k), made(layer, v), size, layer.head_dim)
+            for layer, size, (k, v) in parts
+        ]
+    )
     tokens = torch.zeros((slots, max(max_len + slack, first)), dtype=torch.int32, device=device)
-    return KVCache(tuple(map(one, arch.layers)), tokens)
+    layers = (None if layer.kv_from is not None else next(caches) for layer in arch.layers)
+    return KVCache(tuple(layers), tokens)
+
+
+def _shapes(layer: LayerSpec, slots: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of `LayerCache`'s k and v."""
+    heads, padded = (slots, layer.kv_heads), padded_head(layer.head_dim)
+    return (*heads, size, padded), (*heads, size // LANES, padded, LANES)
+
+
+def make_pages(plan: PagePlan | None, slots: int, device: torch.device) -> Pages | None:
+    """None: each slot has room for the longest text."""
+    if plan is None:
+        return None
+    return MappedPages(plan, slots, device) if plan.mapped else Pages(plan, slots)
 
 
 def stored(values: Tensor, dtype: torch.dtype) -> Tensor:

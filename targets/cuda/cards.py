@@ -8,13 +8,14 @@ first one's is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as Seqs
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seqs
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from specdec.core.errors import UserError
+from specdec.core.pages import PagePlan, Pages
 from specdec.core.script import Script
 from specdec.core.types import MAX_DRAFT, Array, Round, Sequence, Step
 from targets.arch import Arch
@@ -46,6 +47,8 @@ class CardsTarget:
         self.prefill_chunk, self.vocab = first.prefill_chunk, first.vocab
         self.suppress, self.device = first.suppress, first.device
         self.dtype, self.kv_dtype = first.dtype, first.kv_dtype
+        plan = self.plan.pages
+        self.pages = None if plan is None else CardsPages(plan, self.ranks)
 
     @property
     def identity(self) -> str:
@@ -60,6 +63,7 @@ class CardsTarget:
 
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
         with catching_oom(f"a chunk of {stop - start} tokens"):
+            self.reserve(seq.slot, stop)
             self._on_each(lambda rank: rank.prepare_prefill(start, stop))
         parts = [rank.enqueued_parts(seq, start, stop) for rank in self.ranks]
         for reads in self._in_turns(parts):
@@ -72,6 +76,8 @@ class CardsTarget:
         if len(seqs) == 1:
             return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
         with catching_oom(f"{len(seqs)} prompts at once"):
+            for seq in seqs:
+                self.reserve(seq.slot, seq.prompt_len)
             self._on_each(lambda rank: rank.prepare_all(seqs))
             reads = self._on_each(lambda rank: rank.enqueue_all(seqs))
             return on_card(self.ranks[0], reads[0])
@@ -80,6 +86,8 @@ class CardsTarget:
         if draft.shape[1] > self.max_draft:
             raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
         with catching_oom(f"a batch of {len(seqs)}"):
+            for seq in seqs:
+                self.reserve(seq.slot, len(seq.tokens))
             self._on_each(lambda rank: rank.prepare_verify(seqs, draft))
             *_, results = self._in_turns([r.enqueued_verify(seqs, draft) for r in self.ranks])
             return on_card(self.ranks[0], partial(read_step, results[0]))
@@ -87,6 +95,15 @@ class CardsTarget:
     def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
         """As `CudaTarget.forward`, of the first card."""
         return self._on_each(lambda rank: rank.forward(_moved(rows, rank), needs_sampler))[0]
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """As `CudaTarget.reserve`. Nothing is mapped while cards wait for each other."""
+        self._on_each(lambda rank: rank.reserve(slot, tokens))
+
+    def release(self, slots: Iterable[int]) -> None:
+        """As `CudaTarget.release`."""
+        for rank in self.ranks:
+            rank.release(slots)
 
     def seat(self, seq: Sequence) -> None:
         """As `CudaTarget.seat`."""
@@ -108,6 +125,28 @@ class CardsTarget:
             if END in results:
                 return
             yield results
+
+
+class CardsPages(Pages):
+    """The pages of every card: each slot holds as many on one as on another."""
+
+    def __init__(self, plan: PagePlan, ranks: Seqs[CudaTarget]) -> None:
+        super().__init__(plan, ranks[0].slots)
+        self._ranks, self.held = ranks, _pages(ranks[0]).held
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        return all(
+            on_card(rank, partial(_pages(rank).reserve, slot, tokens)) for rank in self._ranks
+        )
+
+    def release(self, slot: int) -> None:
+        for rank in self._ranks:
+            _pages(rank).release(slot)
+
+
+def _pages(rank: CudaTarget) -> Pages:
+    assert rank.pages is not None
+    return rank.pages
 
 
 class OnCards:

@@ -122,7 +122,8 @@ class InParts:
 class Launched:
     """A cycle under way. Its results are complete once `done` is reached."""
 
-    seqs: tuple[Sequence, ...]
+    seqs: tuple[Sequence | None, ...]
+    """None: the row's results are not read."""
     words: torch.Tensor
     """The words of its `CycleRecord`."""
     proposal: Proposal
@@ -162,6 +163,8 @@ class CapturedCycle:
         assert isinstance(target.ops, Kernels), "references wait for the host: no capture"
         self.target, self.ops, self.drafter, self.k = target, target.ops, drafter, k
         self.script = script
+        assert target.pool is not None
+        self.pool = target.pool
 
         def make(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=target.device)
@@ -170,7 +173,8 @@ class CapturedCycle:
         self.state = SlotState(
             make(slots), make(slots), make(slots, STOPS), make(slots), make(slots)
         )
-        self.owners: dict[int, Sequence] = {}
+        self.owners: dict[int, tuple[Sequence, int]] = {}
+        """By slot, with `seatings`: a sequence that gave way may get the same slot again."""
         self.graphs: dict[GraphKey, tuple[torch.Tensor, HostRecords, Captured[Tape]]] = {}
         self.fed: dict[GraphKey, tuple[int, ...]] = {}
         self.in_parts: dict[GraphKey, InParts] = {}
@@ -183,7 +187,7 @@ class CapturedCycle:
     def prepare(self, seqs: Seqs[Sequence]) -> Prepared:
         """All that comes before a cycle is launched: nothing may be captured, or allocated by the
         driver, while other cards wait for this one."""
-        self._seat([seq for seq in seqs if self.owners.get(seq.slot) is not seq])
+        self._seat([s for s in seqs if self.owners.get(s.slot) != (s, s.seatings)])
         choice = self.drafter.ready(seqs)
         guided = constrained(seqs) or takes_known(choice, seqs)
         if guided and self.pending is not None:  # guides follow from what it chose
@@ -237,7 +241,7 @@ class CapturedCycle:
             self.in_parts[key] = self._capture_in_parts(key)
         elif not key.guided and key not in self.graphs:
             idle, records = self._blank(key)
-            captured = Captured(lambda: self._cycle(key, idle, records), self.target.pool)
+            captured = Captured(lambda: self._cycle(key, idle, records), self.pool)
             records.begin()
             self.graphs[key] = idle, records, captured
 
@@ -280,9 +284,7 @@ class CapturedCycle:
         device = self.target.device
         guides = Guides.blank(key.batch, key.k, self.target.vocab, device)
         idle, records = self._blank(key)
-        graphs = CapturedParts(
-            lambda cut: self._cycle(key, idle, records, guides, cut), self.target.pool
-        )
+        graphs = CapturedParts(lambda cut: self._cycle(key, idle, records, guides, cut), self.pool)
         records.begin()
         return InParts(idle, records, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
 
@@ -331,11 +333,12 @@ class CapturedCycle:
         """Give slots to new sequences: write their lengths, last tokens, limits and stop ids."""
         if not seqs:
             return
+        self._discard(seqs)
         stops = np.full((len(seqs), STOPS), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             known = sorted(seq.stop_ids)[:STOPS]
             stops[b, : len(known)] = known
-            self.owners[seq.slot] = seq
+            self.owners[seq.slot] = seq, seq.seatings
         device = self.target.device
         longest = self.target.max_len
         words = [
@@ -360,6 +363,12 @@ class CapturedCycle:
         self.state.live[at] = 1
         self.state.stops[at] = put(stops)
         self.target.cache.tokens[at, length.long() - 1] = last
+
+    def _discard(self, seqs: Seqs[Sequence]) -> None:
+        """What is under way for sequences that gave way meanwhile: they choose it once more."""
+        if self.pending is not None:
+            kept = (None if seq in seqs else seq for seq in self.pending.seqs)
+            self.pending = replace(self.pending, seqs=tuple(kept))
 
 
 def _masks_after(cut: Callable[[], None], guides: Guides) -> torch.Tensor:

@@ -11,16 +11,19 @@ from fractions import Fraction
 from math import prod
 
 from specdec.core.errors import UserError
+from specdec.core.pages import PagePlan
 from targets.arch import Arch
 from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, entries, padded_head, slack_of
-from targets.cuda.graphs import bucket_of, first_rows
+from targets.cuda.graphs import bucket_of, first_rows, padding_of
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
+from targets.cuda.mapped import page_of
 from targets.cuda.prefill_kernels import padded_keys, room_of
 from targets.cuda.reader import QUANTISED, quantised
+from targets.cuda.target import FINE
 from targets.cuda.tower_graphs import MOST_PATCHES
 from targets.cuda.untile import WHOLE_BYTES
 from targets.memory import Need, gib, largest
@@ -51,6 +54,8 @@ K_PARTS = tiles.EIGHTHS
 """Most sums of parts of k that a layer's output has before they are added."""
 RUNTIME = 768 << 20
 """CUDA context, library handles, compiled kernels, captured graphs."""
+KEPT_SHARE = 8
+"""Pages leave 1/KEPT_SHARE of the memory beside all else to kept prompts."""
 MARGIN = 1 << 30
 """Left free beside all that is counted: for graphs of shapes that have not occurred yet."""
 
@@ -154,22 +159,47 @@ def cache_bytes(arch: Arch, shape: TargetShape) -> int:
     return shape.slots * total
 
 
-def check_fits(arch: Arch, shape: TargetShape, free: int, drafter: int = 0) -> None:
-    """Raise UserError, with what would fit, where `free` bytes are not enough. drafter: bytes of
-    them that the drafter takes."""
+def fitted(
+    arch: Arch, shape: TargetShape, free: int, drafter: int = 0, short: int = SHORT
+) -> PagePlan | None:
+    """Pages of the cache where the longest text of every slot does not fit into `free` bytes; None
+    where it does. drafter: bytes of them that the drafter takes. short: `Plan.short`. Raises
+    UserError, with what would fit, where one such text and a short one in every other slot are too
+    much."""
     needed, free = need(arch, shape), free - drafter
     if needed.total <= free:
-        return
+        return None
+    plan = _paged(arch, shape, free, short)
+    if plan is not None:
+        return plan
     beside = f" beside {gib(drafter)} for the drafter" if drafter else ""
     raise UserError(
         f"this needs {needed} of GPU memory but {gib(free)} are free"
-        f"{beside}: {_remedy(arch, shape, free)}"
+        f"{beside}: {_remedy(arch, shape, free, short)}"
     )
 
 
-def _remedy(arch: Arch, shape: TargetShape, free: int) -> str:
+def _paged(arch: Arch, shape: TargetShape, free: int, short: int) -> PagePlan | None:
+    """Pages of what is free beside all else, less a part for kept prompts; None where it is too
+    little."""
+    layers = [layer for layer in arch.layers if layer.kv_from is None and not layer.window]
+    slack, first = slack_of(shape.chunk, SHORT), _first_rows(shape)
+    sizes = [padded_head(layer.head_dim) * KV[shape.kv] for layer in layers]
+    whole = [entries(layer, shape.max_len, slack, first) for layer in layers]
+    heads = [2 * layer.kv_heads * size for layer, size in zip(layers, sizes, strict=True)]
+    growing = sum(count * size for count, size in zip(whole, heads, strict=True))
+    beside = free - need(arch, shape).total + shape.slots * growing
+    page = page_of(sizes)
+    total = (beside - beside // KEPT_SHARE) // (page * sum(heads))
+    ahead = max(padding_of(short), 2 * shape.width)  # a device loop is a cycle ahead of the host
+    plan = PagePlan(page, total, ahead, max(whole), FINE, mapped=True)
+    return plan if total >= plan.least(shape.slots) else None
+
+
+def _remedy(arch: Arch, shape: TargetShape, free: int, short: int) -> str:
     def fits(**change: int) -> bool:
-        return need(arch, replace(shape, **change)).total <= free
+        other = replace(shape, **change)
+        return need(arch, other).total <= free or _paged(arch, other, free, short) is not None
 
     offers = []
     longest = CHUNK * largest(lambda n: fits(max_len=n * CHUNK), shape.max_len // CHUNK)

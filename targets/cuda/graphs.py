@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import pairwise
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -51,6 +52,12 @@ def padded_tokens(tokens: int) -> int:
     return next(size for size in TOKENS if tokens <= size)
 
 
+def padding_of(tokens: int) -> int:
+    """Most rows by which calls of up to so many tokens are padded."""
+    sizes = [0, *(size for size in TOKENS if size <= tokens)]
+    return max(after - before for before, after in pairwise(sizes))
+
+
 def first_rows(first: int, chunk: int, max_len: int) -> int:
     """Rows of the longest call at a text's beginning. first: as in `Plan`."""
     longest = min(first, chunk, max_len)
@@ -79,10 +86,26 @@ class Chosen(NamedTuple):
     features: torch.Tensor | None
 
 
+class GraphPool:
+    """Memory that graphs share: no two of them run at the same time.
+
+    An empty graph holds it. torch counts the graphs of a pool: once its last one is gone, and part
+    of the memory is not, it refuses to capture there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._holder = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):
+            side = _side_stream(torch.cuda.current_device())
+            with _quiet(), torch.cuda.graph(self._holder, self.handle, side):
+                pass
+
+
 class Captured(Generic[Result]):
     """A function of device tensors as a graph; its result's tensors are the same at each replay."""
 
-    def __init__(self, function: Callable[[], Result], pool: Any) -> None:
+    def __init__(self, function: Callable[[], Result], pool: GraphPool) -> None:
         side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), silent():
@@ -90,7 +113,7 @@ class Captured(Generic[Result]):
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         # torch's own stream for captures is the first GPU's
-        with _quiet(), torch.cuda.graph(self._graph, pool, side), _no_collection():
+        with _quiet(), torch.cuda.graph(self._graph, pool.handle, side), _no_collection():
             self.result = function()
 
     def replay(self) -> Result:
@@ -102,7 +125,7 @@ class CapturedParts(Generic[Result]):
     """A function of device tensors as several graphs: it is given `cut`, which ends one and begins
     the next. The host may work between two, and put in place what the next one reads."""
 
-    def __init__(self, function: Callable[[Callable[[], None]], Result], pool: Any) -> None:
+    def __init__(self, function: Callable[[Callable[[], None]], Result], pool: GraphPool) -> None:
         side, self._pool = _side_stream(torch.cuda.current_device()), pool
         self.parts: list[torch.cuda.CUDAGraph] = []
         side.wait_stream(torch.cuda.current_stream())
@@ -118,7 +141,7 @@ class CapturedParts(Generic[Result]):
 
     def _begin(self) -> None:
         self.parts.append(torch.cuda.CUDAGraph())
-        self.parts[-1].capture_begin(pool=self._pool)
+        self.parts[-1].capture_begin(pool=self._pool.handle)
 
     def _cut(self) -> None:
         self.parts[-1].capture_end()
@@ -159,9 +182,8 @@ class Graphs:
         self,
         step: Callable[[Rows, bool, bool], Chosen],
         short: Callable[[Rows, torch.Tensor], Hidden],
-        pool: Any,
+        pool: GraphPool,
     ) -> None:
-        """pool: of memory that no two graphs use at the same time."""
         self._step, self._short, self.pool = step, short, pool
         self._steps: dict[tuple[int, int, bool, bool], tuple[Rows, Captured[Chosen]]] = {}
         self._prefills: dict[tuple[int, int], tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}

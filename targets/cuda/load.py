@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from specdec.core.errors import UserError
+from specdec.core.pages import PagePlan
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, MoeSpec
 from targets.checkpoint import Checkpoint
@@ -84,6 +85,8 @@ class CudaOptions:
     """For random weights; as in `TargetRequest`."""
     vision: VisionSpec | None = None
     """The checkpoint's image side; None: it is not read."""
+    pages: PagePlan | None = None
+    """As `Plan.pages`."""
 
 
 def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()) -> CudaTarget:
@@ -168,6 +171,7 @@ def make_plan(arch: Arch, options: CudaOptions, stored: str) -> Plan:
         options.features,
         options.device,
         correlation=_correlation(arch, options.routing_overlap),
+        pages=options.pages,
     )
 
 

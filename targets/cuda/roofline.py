@@ -109,9 +109,9 @@ def forward_samples(forward: Callable[[], object], device: str) -> list[float]:
         return [_seconds(forward) for _ in range(GROUPS)]
     import torch
 
-    from targets.cuda.graphs import Captured
+    from targets.cuda.graphs import Captured, GraphPool
 
-    replay = Captured(forward, torch.cuda.graph_pool_handle()).replay
+    replay = Captured(forward, GraphPool(torch.device(device))).replay
     for _ in range(REPLAYS):  # warm
         replay()
     samples = []

@@ -23,6 +23,13 @@ memory."""
 
 def self_check(target: CudaTarget | CardsTarget, seed: int = 0) -> list[Check]:
     """Feed random tokens. Overwrites the cache: call it while no sequence runs."""
+    try:
+        return _checked(target, seed)
+    finally:
+        target.release(range(target.slots))
+
+
+def _checked(target: CudaTarget | CardsTarget, seed: int) -> list[Check]:
     random = np.random.default_rng(seed)
     rounds = min(ROUNDS, (target.max_len - 1) // WIDTH)
     slots = sorted({*range(min(target.slots, ROWS - 1)), target.slots - 1})
@@ -64,6 +71,8 @@ def _logits(
 ) -> Tensor:
     """Logits [B, tokens, V] of the texts in these slots, `width` tokens of each per call."""
     pieces = []
+    for slot in slots:
+        target.reserve(slot, texts.shape[1])
     for start in range(0, texts.shape[1], width):
         rows = _rows(target, texts[:, start : start + width], start, slots)
         pieces.append(target.forward(rows, False).logits)

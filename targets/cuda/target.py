@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seqs
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seqs
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,17 +11,19 @@ import torch
 
 from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
+from specdec.core.pages import PagePlan
 from specdec.core.pictures import PlacedPicture, within
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
-from targets.cuda.cache import make_cache, remember, slack_of
+from targets.cuda.cache import make_cache, make_pages, remember, slack_of
 from targets.cuda.exchange import silent
 from targets.cuda.experts import are_sorted, kind_of, most_pairs
 from targets.cuda.graphs import (
     TOGETHER,
     Chosen,
     ForwardOutput,
+    GraphPool,
     Graphs,
     first_rows,
     idle_rows,
@@ -74,6 +76,9 @@ class Plan:
     """dtypes of weights, by name, that a file of 4 bits keeps otherwise."""
     correlation: float = 0.0
     """For random weights: correlation of rows' router logits (`targets.routing`)."""
+    pages: PagePlan | None = field(default=None, repr=False)
+    """None: each slot has room for the longest text. It changes no bit, so `identity` leaves it
+    out."""
 
     @property
     def slack(self) -> int:
@@ -120,7 +125,8 @@ class CudaTarget:
         self.vision = None if encoder is None else encoder.spec
         kv = KV_DTYPES[plan.kv_dtype]
         sizes = plan.slots, plan.max_len, plan.slack
-        self.cache = make_cache(arch, *sizes, kv, plan.device, plan.first_rows)
+        self.pages = make_pages(plan.pages, plan.slots, self.device)
+        self.cache = make_cache(arch, *sizes, kv, plan.device, plan.first_rows, self.pages)
         self._rounding = rounding(weights) if plan.dtype == "fp8" else weights
         self._unbiased = torch.zeros(arch.vocab, device=self.device)
         self._unbiased[list(suppress)] = -torch.inf
@@ -128,14 +134,14 @@ class CudaTarget:
         self._biased: set[int] = set()
         self._loaded: set[tuple[int, int]] = set()
         self.sampling_params = blank_table(plan.slots, plan.device)
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._graphs = Graphs(self.step, self.short, self.pool) if graphs else None
+        self.pool = GraphPool(self.device) if self.device.type == "cuda" else None
+        self._graphs = Graphs(self.step, self.short, self.pool) if graphs and self.pool else None
 
     def share_pool(self, other: CudaTarget) -> None:
         """What is captured from now on lies where the other's graphs do: no result of either may
         then be read after any graph's next replay."""
         self.pool = other.pool
-        if self._graphs:
+        if self._graphs and other.pool:
             self._graphs.pool = other.pool
 
     @property
@@ -160,6 +166,7 @@ class CudaTarget:
         """`prefill_parts` on the device; the last part's step is read by what is returned."""
         if start == 0:
             self.seat(seq)
+        self.reserve(seq.slot, stop)
         with catching_oom(f"a chunk of {stop - start} tokens"):
             placed, soft = within(start, stop, seq.pictures), []
             for part in rows_of(self.soft_tokens, placed, seq.reuse):
@@ -178,7 +185,7 @@ class CudaTarget:
     def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden) -> Step:
         """The step of a chunk that ends before `stop`."""
         features = None if out.features is None else out.features[None]
-        if out.logits is None or stop < seq.prompt_len:  # no choice follows: nothing to wait for
+        if out.logits is None or stop != seq.prompt_len:  # no choice follows: nothing to wait for
             return Step(np.full((1, 1), NO_GUESS, np.int32), features)
         last = Rows(rows.tokens[:, -1:], rows.start + (rows.tokens.shape[1] - 1), rows.slot)
         chosen, details = self._first_choices([seq], out.logits, last)
@@ -225,6 +232,7 @@ class CudaTarget:
         """`prefill_all` of two prompts or more on the device; -> what reads the steps."""
         for seq in seqs:
             self.seat(seq)
+            self.reserve(seq.slot, seq.prompt_len)
         lengths = [seq.prompt_len for seq in seqs]
         size = self._padded_together(max(lengths))
         assert size is not None, "`together` chose them"
@@ -354,6 +362,8 @@ class CudaTarget:
     def feed(self, seqs: Seqs[Sequence], draft: Array) -> Rows:
         """Each sequence's last token and its draft [B, k], as `forward` takes them."""
         draft = np.asarray(draft)
+        for seq in seqs:
+            self.reserve(seq.slot, len(seq.tokens))
         tokens = [[seq.tokens[-1], *row] for seq, row in zip(seqs, draft, strict=True)]
         starts = [len(seq.tokens) - 1 for seq in seqs]
         return self._rows(tokens, starts, [seq.slot for seq in seqs])
@@ -435,6 +445,18 @@ class CudaTarget:
     def identity(self) -> str:
         """What fixes the bits that it computes, beside its weights."""
         return f"{self.plan} {self.arch}"
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """Have room for the slot's text of so many tokens. The engine has done so before; other
+        callers, which feed slots by themselves, get theirs here. Raises MemoryError."""
+        if self.pages is not None and not self.pages.reserve(slot, tokens):
+            raise MemoryError(f"no pages are left for a text of {tokens} tokens: use fewer at once")
+
+    def release(self, slots: Iterable[int]) -> None:
+        """These slots' texts are gone."""
+        if self.pages is not None:
+            for slot in slots:
+                self.pages.release(slot)
 
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token

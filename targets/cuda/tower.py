@@ -86,7 +86,8 @@ class PictureEncoder:
         self.spec, self.weights, self.eps = spec, weights, eps
         projector = weights.top[PROJECTOR]
         self.device, self.dtype = projector.device, projector.dtype
-        self._soft = TowerGraphs(self._encode) if self.device.type == "cuda" else self._encode
+        on_gpu = self.device.type == "cuda"
+        self._soft = TowerGraphs(self._encode, self.device) if on_gpu else self._encode
 
     @torch.inference_mode()
     def encode(self, picture: Picture) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from targets.cuda.graphs import Captured
+from targets.cuda.graphs import Captured, GraphPool
 
 MOST_GRAPHS = 8
 """Sizes that are kept; the one used longest ago makes room."""
@@ -37,8 +37,8 @@ class _Graph:
 class TowerGraphs:
     """`Encode`, captured from the second picture of a size on."""
 
-    def __init__(self, encode: Encode) -> None:
-        self._encode, self._pool = encode, torch.cuda.graph_pool_handle()
+    def __init__(self, encode: Encode, device: torch.device) -> None:
+        self._encode, self._pool = encode, GraphPool(device)
         self._sizes: OrderedDict[int, _Graph | None] = OrderedDict()
         """By number of patches; None: seen once."""
 

@@ -32,7 +32,8 @@ class JaxTarget(OneByOne):
     of a prompt and each number of rows, while requests wait.
     """
 
-    backend = "jax"
+    backend, pages = "jax", None
+    """Shapes are static: each slot has room for the longest text."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from drafters.eagle3.jax.head import place
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
 from specdec.core.errors import UserError
-from targets.cuda.footprint import TargetShape, check_fits
+from targets.cuda.footprint import TargetShape, fitted
 from targets.cuda.host_drafter import HostHead
 from targets.cuda.noise import gumbel
 from targets.cuda.ops import Linear, Rows
@@ -174,7 +174,7 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
     needed = need_bytes(SPEC, TargetShape(2, 64, K + 1, 0, "fp8", "fp8"))
     assert held < needed < 1.1 * held
     with pytest.raises(UserError, match=r"are free beside 0\.\d GiB for the drafter"):
-        check_fits(target.arch, TargetShape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
+        fitted(target.arch, TargetShape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
 
 
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])

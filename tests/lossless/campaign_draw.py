@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from drafters import registry
+from specdec.core.pages import PagePlan
 from tests.lossless import campaign_parts as parts
 from tests.support.block_heads import FORMS
 from tests.support.tiny import VARIANTS
@@ -50,7 +51,21 @@ def draw_target(random: Random, backend: str, device: str) -> dict[str, Any]:
         "chunk": random.choice([1, 3, 8, 8, 16, 32, 128]),
         "features": _features(random, model),
     }
-    return options | (_jax(random) if backend == "jax" else _cuda(random, device))
+    if backend == "jax":
+        return options | _jax(random)
+    options |= _cuda(random, device)
+    return options | {"pages": _pages(random, options)}
+
+
+def _pages(random: Random, target: dict[str, Any]) -> list[int] | None:
+    """A `PagePlan` with which texts give way to each other."""
+    if random.random() < 0.3 or not target["short"]:
+        return None
+    cycles = 1 if target["device"] == "cpu" else 2  # a device loop is one ahead of the host
+    page, ahead = random.choice([1, 4, 16]), cycles * (target["k"] + 1)
+    sizes = page, 1, ahead, target["max_len"] + ahead, min(target["short"], 64)
+    least = PagePlan(*sizes).least(target["slots"])
+    return [page, least + random.choice([0, 0, 1]), *sizes[2:]]
 
 
 def _jax(random: Random) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from specdec.assembly.model import Model
 from specdec.core.config import ModelConfig, SpeculationConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
+from specdec.core.pages import PagePlan
 from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import Sampling, Sequence
 from targets import mini
@@ -96,6 +97,8 @@ def load(case: dict[str, Any], draft: bool = False) -> Any:
     from targets.cuda.load import CudaOptions, load_target as load_cuda
 
     options |= {"k": CATCH_UP - 1} if draft else {}
+    if options.get("pages"):
+        options["pages"] = PagePlan(*options["pages"])
     return load_cuda(path, CudaOptions(**options))
 
 
@@ -115,7 +118,8 @@ class Bench:
         """run: drafter, k and loop, and what such a drafter needs."""
         if run["drafter"] in ("noise", "wild"):
             noise = Noise(self.target.vocab, run["drafter"] == "wild")
-            return Engine(self.target, noise, host_cycle(self.target, noise, run["k"]))
+            driver = host_cycle(self.target, noise, run["k"])
+            return Engine(self.target, noise, driver, pages=self.target.pages)
         low, high = run.get("lengths", (2, 5))
         own = {"ngram_min": low, "ngram_max": high}
         speculation = registry.config_type()(

@@ -14,7 +14,7 @@ from targets.cuda.ops import Rows
 
 
 class AssistantDraftHead:
-    """A `DraftHead`. Of a prompt it keeps the state of the last row alone."""
+    """A `DraftHead`. Of a text that is read it keeps the state of the last row alone."""
 
     def __init__(self, model: AssistantModel, greedy: bool = False) -> None:
         """greedy: guess the argmax at any temperature, as other engines do (to compare)."""
@@ -25,7 +25,7 @@ class AssistantDraftHead:
     @torch.inference_mode()
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         assert step.features is not None, NO_FEATURES
-        if stop == seq.prompt_len:
+        if stop == seq.fed:
             self.inputs.states[seq.slot] = step.features[0, stop - 1 - start]
 
     def propose(self, rows: Rows, needs_sampler: bool) -> None:

@@ -117,6 +117,10 @@ class PrefixCache:
         self._keep_if_possible(seq, left, number)
         self.pool.supersede(path.boundary(number))
 
+    def forget(self, seq: Sequence) -> None:
+        """Its prompt is not read further: nothing more of it is kept."""
+        self._paths.pop(seq, None)
+
     def give_way(self) -> bool:
         """Free device memory after a failed allocation. False: the cache holds none."""
         return self.pool.give_way()
