@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from specdec.assembly.engine import make_engine
+from specdec.core.config import PrefixConfig, SpeculationConfig
 from tests.campaign import Counts, check_run
 from tests.lossless.campaign_parts import Bench
 
@@ -82,3 +84,17 @@ def test_one_may_leave_while_it_waits_to_come_back(bench):
     engine, counts = bench.engine({"drafter": "ngram", "k": K, "loop": "host"}), Counts()
     check_run(bench, engine, requests(cancel=14), counts)
     assert counts.gave_way and not any(bench.target.pages.held)
+
+
+def test_a_prompt_that_is_read_again_begins_where_it_was_kept():
+    """Three answers to one prompt of a kept unit of 32 tokens and two more."""
+    bench = Bench(TARGET | {"max_len": 96, "pages": [4, 26, K + 1, 96 + K + 1, 8]})
+    prompt = {"seed": 3, "length": 34, "period": 34}
+    asked = [request | {"prompt": prompt} for request in requests()[:3]]
+    speculation = SpeculationConfig(drafter="none", k=0)
+    model = bench._model(speculation)
+    engine = make_engine(model, speculation, prefix=PrefixConfig(cache_ram=0.25))
+    counts = Counts()
+    check_run(bench, engine, asked, counts)
+    assert counts.gave_way and engine.prefix_cache is not None
+    assert engine.prefix_cache.hits == 32 * (2 + counts.gave_way)
