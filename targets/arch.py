@@ -63,6 +63,8 @@ class LayerSpec:
     """Values are taken as they are, also where queries and keys are normed (Qwen3's layers)."""
     both_ways: bool = field(default=False, repr=False)
     """The tokens of a call see each other, not those before them alone (block drafters)."""
+    whole_kv_heads: int | None = field(default=None, repr=False)
+    """The model's, where this is one card's part of a layer."""
 
     @property
     def sliding(self) -> bool:

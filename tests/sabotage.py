@@ -90,9 +90,12 @@ COVERED = {
 """Emulated sources, and what covers them: the quicker first."""
 BY_HAND = [
     # masks and places
-    ("attention_chunk.cuh", "key0 + i <= query && key0", "key0 + i < query && key0"),
+    ("attention_chunk.cuh", "key0 + i <= newest && key0", "key0 + i < newest && key0"),
     ("attention_chunk.cuh", "query - job.window + 1 : 0", "query - job.window : 0"),
-    ("attention_combine.cu", "<= query / kChunk", "< query / kChunk"),
+    ("attention_combine.cu", "(kLanes - 1))) <= newest;", "(kLanes - 1))) < newest;"),
+    ("attention_combine.cu", "if (part) before.m = fmaxf(before.m, highest);", ""),
+    ("attention.cuh", "lane + (kFirstRounds - 1) * kColumns", "lane"),
+    ("attention_split.cu", "work.step - 1", "kLanes - 1"),
     ("attention_combine.cu", "if (place.slot < 0) return;", ""),
     ("linear.cuh", "m + e % 2 < job.rows", "m + e % 2 <= job.rows"),
     ("linear.cuh", "if (n + e / 2 * 8 < job.n && m", "if (m"),

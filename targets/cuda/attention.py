@@ -31,7 +31,11 @@ WIDE = 512
 WIDE_TILES_M = 2
 """Most tiles of query rows per CTA of `fused` with heads of `WIDE`: registers hold no more."""
 LANES = 16
-"""Lanes, to which chunks of keys are dealt by absolute position (attention.cuh)."""
+"""Lanes, to which chunks of keys are dealt by absolute position (attention.cuh): the fewest, and
+all that short texts use."""
+MOST_LANES = 64
+"""Lanes of a global layer with one K/V head; of one with two, half as many. Its long texts then
+have CTAs for the whole machine; more lanes would only have to be merged."""
 SHORT_CHUNK = 64
 """Keys per chunk where it is not `CHUNK`: for heads of `WIDE`, because registers hold no more, and
 for windows that then fit into half of the lanes, because their keys are dealt to twice as many
@@ -48,6 +52,10 @@ LONG = 8192
 its lanes are dealt to CTAs however many rows there are."""
 LONG_BYTES = 512 << 20
 """Most bytes of partial outputs that this may take."""
+FAR = 98_304
+"""Entries of a global layer's cache, more than the default context takes, from which verifies are
+for long texts first: a CTA has more rows, for which keys are read once, and fewer lanes. That makes
+short texts a little slower."""
 LONG_TOKENS = 32
 """Most tokens per sequence of such calls: a verify's."""
 UNPREPARED_VECTORS = 32
@@ -90,12 +98,14 @@ class _AttentionJob(Structure):
 
 
 class _Heads(NamedTuple):
-    """Compile-time constants of a layer: head_dim, keys of a chunk, and as `LayerSpec` has them.
+    """Compile-time constants of a layer: head_dim, keys of a chunk, lanes, and as `LayerSpec` has
+    them.
     The number of query heads per KV head is passed at run time: compiled in, it costs 0.6 % with
     several tokens (docs/performance.md)."""
 
     dim: int
     chunk: int
+    lanes: int
     normed: bool
     raw_values: bool
     both_ways: bool
@@ -164,7 +174,8 @@ class Attention:
         if full and not _may_be_uneven(layer, inputs.cache.size, batch, tokens):
             self._fused(self._job(qkv, inputs, rows, x, kind), layer, batch, tiles_m)
             return x
-        tiles_m = _spread(layer, batch, tokens, self._processors)
+        entries = inputs.cache.size
+        tiles_m, sharing = _spread(layer, batch, tokens, entries, self._processors)
         vectors = min(queries, 8 * tiles_m) + 2 * tokens
         per_row = layer.heads + (2 * layer.kv_heads if layer.kv_from is None else 0)
         alone = vectors <= _max_unprepared(dim, batch * tokens * _parts(per_row))
@@ -174,7 +185,8 @@ class Attention:
 
         # q has 16-bit values, two per float; lanes first: those of a short context share pages
         q = None if alone else new(heads, _shares(queries, tiles_m), dim // 2, _filled(tiles_m))
-        room = q, new(LANES, heads, queries, dim), new(LANES, heads, queries, 2)
+        lanes = _lanes(layer)
+        room = q, new(lanes, heads, queries, dim), new(lanes, heads, queries, 2)
         job = self._job(qkv, inputs, rows, x, kind, room)
         job.rows = 8 * tiles_m
         if not alone:
@@ -184,6 +196,7 @@ class Attention:
             layer,
             batch,
             tiles_m,
+            sharing,
             _vectors_per_warp(dim) if alone and vectors > ONE_VECTOR_PER_WARP else 1,
         )
         return x
@@ -251,11 +264,19 @@ class Attention:
         self._launch(variant, "fused", grid, THREADS + 32, [job], shared)
 
     def _split(
-        self, job: _AttentionJob, layer: LayerSpec, batch: int, tiles_m: int, vectors_per_warp: int
+        self,
+        job: _AttentionJob,
+        layer: LayerSpec,
+        batch: int,
+        tiles_m: int,
+        sharing: int,
+        vectors_per_warp: int,
     ) -> None:
-        """vectors_per_warp: vectors that a warp computes at a time."""
+        """sharing: CTAs that share a column's lanes. vectors_per_warp: vectors that a warp computes
+        at a time."""
         heads = _heads(layer)
-        grid = (_shares(job.tokens * job.group, tiles_m) * LANES, layer.kv_heads, batch)
+        shares = _shares(job.tokens * job.group, tiles_m)
+        grid = (shares * LANES, layer.kv_heads * sharing, batch)
         variant = _variant("attention_split", heads, self._kv8, tiles_m, vectors_per_warp)
         room = _vectors_bytes(heads.padded, job.tokens, self._kv8) if vectors_per_warp > 1 else 0
         self._launch(variant, "split", grid, THREADS, [job], _fixed(heads, tiles_m) + room)
@@ -273,7 +294,7 @@ class Attention:
 def partial_bytes(layer: LayerSpec, rows: int, entries: int) -> int:
     """Most bytes of partial outputs and their sums in calls of up to this many rows, over a cache
     of so many entries. Calls with more rows run `fused`, which has none."""
-    most = -(-FUSED_FROM_CTAS * 8 * TILES[-1] // layer.heads)
+    most = -(-FUSED_FROM_CTAS * 8 * _max_fused_tiles_m(_padded(layer.head_dim)) // layer.heads)
     few = _partial(layer, min(rows, most))
     if layer.window is not None or entries <= LONG:
         return few
@@ -281,11 +302,12 @@ def partial_bytes(layer: LayerSpec, rows: int, entries: int) -> int:
 
 
 def _partial(layer: LayerSpec, rows: int) -> int:
-    return LANES * rows * layer.heads * (_padded(layer.head_dim) + 2) * 4
+    return _lanes(layer) * rows * layer.heads * (_padded(layer.head_dim) + 2) * 4
 
 
 def lanes_seen(layer: LayerSpec, tokens: int) -> int:
-    """Lanes with keys that some of so many tokens sees, at most."""
+    """Lanes with keys that some of so many tokens sees, at most; in a global layer columns of
+    lanes."""
     if layer.window is None:
         return LANES
     return min(LANES, (layer.window + tokens - 3) // _chunk(layer) + 2)
@@ -302,16 +324,27 @@ def _tiles_m(queries: int, most: int) -> int:
     return next((tiles_m for tiles_m in TILES if queries <= 8 * tiles_m and tiles_m <= most), most)
 
 
-def _spread(layer: LayerSpec, batch: int, tokens: int, processors: int) -> int:
-    """The same for `split`: the fewest with which all its CTAs run at once. A CTA with fewer rows
-    takes less time, as long as none waits for another one's end."""
+def _spread(
+    layer: LayerSpec, batch: int, tokens: int, entries: int, processors: int
+) -> tuple[int, int]:
+    """The same for `split`, the fewest with which all its CTAs run at once, and the most CTAs with
+    which they still do that share a column's lanes. A CTA with fewer rows takes less time, as long
+    as none waits for another one's end. entries: of the cache; above `FAR` CTAs have as few lanes
+    as possible, and as few rows as that allows."""
     queries, dim = tokens * layer.heads // layer.kv_heads, _padded(layer.head_dim)
     seen = batch * layer.kv_heads * lanes_seen(layer, tokens)
+    ways = []
     for tiles_m in TILES:
         at_once = 2 if dim <= PAIRED_HEAD_DIM and tiles_m <= PAIRED_TILES_M else 1
-        if seen * _shares(queries, tiles_m) <= at_once * processors:
-            return tiles_m
-    return _tiles_m(queries, TILES[-1])
+        fitting = at_once * processors // (seen * _shares(queries, tiles_m))
+        sharing = _lanes(layer) // LANES
+        while sharing > fitting:
+            sharing //= 2
+        if sharing:
+            ways.append((tiles_m, sharing))
+    if not ways:
+        return _tiles_m(queries, TILES[-1]), 1
+    return max(ways, key=lambda way: way[1]) if entries > FAR else ways[0]
 
 
 def _max_fused_tiles_m(dim: int) -> int:
@@ -345,11 +378,13 @@ def _variant(
 ) -> Variant:
     size = ("PADDED_HEAD_DIM", heads.padded), ("HEAD_DIM", heads.dim), ("CHUNK_KEYS", heads.chunk)
     tiles = () if tiles_m is None else (("TILES_M", tiles_m),)
-    other = () if heads.normed else (("NORMED", 0),)
+    lanes = LANES if file == "attention_prepare" else heads.lanes  # that one sums nothing
+    other = () if lanes == LANES else (("LANES", lanes),)
+    other += () if heads.normed else (("NORMED", 0),)
     other += (("RAW_VALUES", 1),) if heads.raw_values else ()
     other += (("BOTH_WAYS", 1),) if heads.both_ways else ()
-    lanes = (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
-    return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *other, *lanes))
+    other += (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
+    return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *other))
 
 
 def _filled(tiles_m: int) -> int:
@@ -373,7 +408,15 @@ def _vectors_bytes(dim: int, tokens: int, kv8: int) -> int:
 
 def _heads(layer: LayerSpec) -> _Heads:
     kind = layer.normed, layer.raw_values, layer.both_ways
-    return _Heads(layer.head_dim, _chunk(layer), *kind)
+    return _Heads(layer.head_dim, _chunk(layer), _lanes(layer), *kind)
+
+
+def _lanes(layer: LayerSpec) -> int:
+    """A function of the whole model's layer alone, because the order of sums depends on it."""
+    if layer.window is not None:
+        return LANES
+    each = MOST_LANES // (layer.whole_kv_heads or layer.kv_heads)
+    return max(LANES, 1 << each.bit_length() >> 1)
 
 
 def _chunk(layer: LayerSpec) -> int:

@@ -24,7 +24,7 @@ from targets.cuda.device_loop import CapturedCycle, device_loop, rounds
 from targets.cuda.graphs import ForwardOutput
 from targets.cuda.ops import Rows
 from targets.cuda.out_of_memory import catching_oom
-from targets.cuda.target import CudaTarget, read_step
+from targets.cuda.target import ARITHMETIC, CudaTarget, read_step
 
 Result = TypeVar("Result")
 END: Any = object()
@@ -54,7 +54,7 @@ class CardsTarget:
     def identity(self) -> str:
         """Their number doesn't matter for prompts of up to `plan.first` tokens, and does for longer
         ones."""
-        return f"{self.plan} {self.arch} on {len(self.ranks)} cards"
+        return f"{self.plan} {self.arch} arithmetic {ARITHMETIC} on {len(self.ranks)} cards"
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         *_, step = self.prefill_parts(seq, start, stop)

@@ -64,6 +64,7 @@ class Rank:
             layer,
             heads=layer.heads // self.count,
             kv_heads=max(1, layer.kv_heads // self.count),
+            whole_kv_heads=layer.kv_heads,
             ffw=layer.ffw // self.count,
         )
 

@@ -44,6 +44,9 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
+ARITHMETIC = 2
+"""Goes up where the same plan and weights give other bits than before, as receipts name them: 2 has
+more lanes of keys in long texts' global layers with one or two K/V heads."""
 CALLS = 3
 """Calls of decoding's kernels that are quicker than the library's matmuls, which read weights that
 are put in order first, by more launches than the host has time for."""
@@ -444,7 +447,7 @@ class CudaTarget:
     @property
     def identity(self) -> str:
         """What fixes the bits that it computes, beside its weights."""
-        return f"{self.plan} {self.arch}"
+        return f"{self.plan} {self.arch} arithmetic {ARITHMETIC}"
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Have room for the slot's text of so many tokens. The engine has done so before; other

@@ -2,8 +2,8 @@
 // in a warp, sums of shares.
 //
 // Keys are cut into chunks of 128 (64 for wide heads and for short windows) at absolute positions, and
-// chunk c belongs to lane c % 16. A lane takes its chunks in ascending order with a running maximum; then the lanes'
-// results are merged in ascending order. So a row's sums depend on absolute positions alone, not on the CTA that
+// chunk c belongs to lane c % 16 (`lane_of` where there are more lanes). A lane takes its chunks in ascending order with
+// a running maximum; then the lanes' results are merged in ascending order. So a row's sums depend on absolute positions alone, not on the CTA that
 // computes them. Chunks that a row can't see add exactly nothing to it.
 // k [slots, kv_heads, S, PADDED_HEAD_DIM]; v [slots, kv_heads, S / 32, PADDED_HEAD_DIM, 32]: position p is entry
 // p mod S.
@@ -18,6 +18,9 @@
 #endif
 #ifndef CHUNK_KEYS  // keys of a chunk: 128, or 64
 #define CHUNK_KEYS 64
+#endif
+#ifndef LANES  // to which chunks are dealt: 16, 32, 64
+#define LANES 16
 #endif
 #ifndef FP8_CACHE  // 1: e4m3 cache, arithmetic in f16; 0: bf16 both
 #define FP8_CACHE 0
@@ -65,13 +68,47 @@ __device__ inline uint4 wide(Eight raw) { return raw; }
 __device__ inline Eight load8(const Cached* p) { return *reinterpret_cast<const Eight*>(p); }
 
 // ---- The job ----
-constexpr int kChunk = CHUNK_KEYS, kLanes = 16, kDim = HEAD_DIM, kHalf = HEAD_DIM / 2;
+constexpr int kChunk = CHUNK_KEYS, kLanes = LANES, kDim = HEAD_DIM, kHalf = HEAD_DIM / 2;
 static_assert(PADDED_HEAD_DIM == 64 || PADDED_HEAD_DIM == 128 || PADDED_HEAD_DIM == 256 || PADDED_HEAD_DIM == 512,
               "Heads are padded to 64, 128, 256 or 512 elements.");
 static_assert(HEAD_DIM <= PADDED_HEAD_DIM, "A head fits into its padding.");
 static_assert(CHUNK_KEYS == 64 || CHUNK_KEYS == 128, "A chunk of keys is 64 or 128: the order of sums depends on it.");
+static_assert(LANES == 16 || LANES == 32 || LANES == 64, "A column of chunks has 1, 2 or 4 lanes.");
 static_assert(LANES_PER_VECTOR == 32 || LANES_PER_VECTOR == 16 || LANES_PER_VECTOR == 8,
               "A warp makes 1, 2 or 4 head vectors at once.");
+
+// ---- Lanes ----
+// Chunk c stands in column c % 16, round c / 16; lane `column + 16 part` belongs to a column. Sixteen lanes have one
+// each. Global layers with few K/V heads have more, so that long texts keep the machine busy. The first rounds are all
+// of part 0: shorter texts are summed and merged as by sixteen lanes, in as little time. Then further parts take rounds
+// in turn until they have as many, so that no lane waits for a longer one, and from there on all parts do. Without
+// windows: a lane's first chunk is the same for all rows.
+enum {
+  kColumns = 16,
+  kParts = kLanes / kColumns,             // lanes of a column
+  kFurther = kParts > 1 ? kParts - 1 : 1, // of these, all but the first
+  kFirstRounds = 6,                       // 6,144 keys of wide heads: a text of 4,096 and a long answer
+  kEvenRounds = kFirstRounds * kParts,
+};
+
+__device__ inline int lane_of(int chunk) {
+  if (kParts == 1) return chunk & (kLanes - 1);
+  const int round = chunk / kColumns;
+  int part = round % kParts;
+  if (round < kEvenRounds) part = round < kFirstRounds ? 0 : 1 + (round - kFirstRounds) % kFurther;
+  return chunk % kColumns + part * kColumns;
+}
+// A lane's first chunk, where no window begins behind it.
+__device__ inline int first_chunk(int lane) {
+  return lane < kColumns ? lane : lane + (kFirstRounds - 1) * kColumns;
+}
+// A lane's next chunk.
+__device__ inline int next_chunk(int lane, int chunk) {
+  if (kParts == 1 || chunk >= kEvenRounds * kColumns) return chunk + kLanes;
+  const bool first = lane < kColumns;
+  const int next = chunk + (first ? kColumns : kLanes - kColumns);
+  return next < (first ? kFirstRounds : kEvenRounds) * kColumns ? next : kEvenRounds * kColumns + lane;
+}
 
 struct Job {
   const float* qkv;

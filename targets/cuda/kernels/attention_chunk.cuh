@@ -43,6 +43,7 @@ struct Work {
   __device__ int position(const Job& job, int row) const { return start + token(job, row); }
   __device__ int first() {
     const int begin = oldest / kChunk, end = newest / kChunk;
+    if (kParts > 1) return lane < kLanes && first_chunk(lane) <= end ? first_chunk(lane) : -1;
     for (; lane < kLanes; lane += step) {
       const int c = begin + ((lane - begin) & (kLanes - 1));
       if (c <= end) return c;
@@ -57,10 +58,10 @@ struct Work {
   __device__ size_t entry(const Job& job) const {  // of the chunk's first key
     return (size_t(slot) * job.kv_heads + head) * job.entries + remainder(chunk * kChunk, job.entries);
   }
-  __device__ bool last_of_lane() const { return chunk + kLanes > newest / kChunk; }
+  __device__ bool last_of_lane() const { return next_chunk(lane, chunk) > newest / kChunk; }
   __device__ void advance() {
     if (!last_of_lane()) {
-      chunk += kLanes;
+      chunk = next_chunk(lane, chunk);
       return;
     }
     lane += step;

@@ -1,6 +1,6 @@
-// Attention of few rows: a CTA per lane and tile of rows. It runs after `prepare` (left out for very few rows) and
-// before `combine`. Before the previous kernel has ended, it loads its first chunk, except new keys, and prefetches the
-// next ones into L2.
+// Attention of few rows: a CTA per lane and tile of rows; a column's lanes may share one, and follow one another. It
+// runs after `prepare` (left out for very few rows) and before `combine`. Before the previous kernel has ended, it loads
+// its first chunk, except new keys, and prefetches the next ones into L2.
 #include "attention_chunk.cuh"
 
 constexpr int kAhead = 2;  // chunks
@@ -15,7 +15,7 @@ struct Tokens {
 
   __device__ Tokens(const Job& job, const Work& work) {
     const int chunk = work.start / kChunk, before = min(job.tokens, (chunk + 1) * kChunk - work.start);
-    const auto mine = [&](int c) { return (c & (kLanes - 1)) == work.lane; };
+    const auto mine = [&](int c) { return (lane_of(c) & (work.step - 1)) == work.lane; };
     first = mine(chunk) ? 0 : before;
     count = mine(chunk) ? before : mine(chunk + 1) ? job.tokens - before : 0;
   }
@@ -107,7 +107,7 @@ struct Values {
 // ---- Queries, and vectors that are made here ----
 // Loads this CTA's queries as the kernel `prepare` wrote them: all copies are issued before the first is awaited.
 __device__ inline void fetch(const Job& job, const Work& work, u16* queries) {
-  const u16* from = job.queries(work.b, work.head, blockIdx.x / kLanes);
+  const u16* from = job.queries(work.b, work.head, blockIdx.x / kColumns);
   wait_for_previous();
   let_next_start();
 #pragma unroll
@@ -236,7 +236,11 @@ extern "C" __global__ void __launch_bounds__(256, PADDED_HEAD_DIM <= 256 && TILE
   extern __shared__ __align__(128) u8 memory[];
   const Shared shared(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Work work(job, blockIdx.z, blockIdx.y, blockIdx.x / kLanes, blockIdx.x % kLanes, kLanes);
+  // CTAs of a column, and which of them this one is: its first part
+  const int sharing = kParts == 1 ? 1 : quotient(gridDim.y, job.kv_heads);
+  const int part = kParts == 1 ? 0 : quotient(blockIdx.y, job.kv_heads);
+  Work work(job, blockIdx.z, blockIdx.y - part * job.kv_heads, blockIdx.x / kColumns,
+            blockIdx.x % kColumns + part * kColumns, sharing * kColumns);
   if (work.slot < 0) return wait_for_previous();
   if (work.chunk < 0) return;  // without waiting: other CTAs wait, among them that of the newest chunk
   const bool settled = work.settled();
@@ -271,31 +275,39 @@ extern "C" __global__ void __launch_bounds__(256, PADDED_HEAD_DIM <= 256 && TILE
   }
   if (!settled && kBoth) values.load<true>(job, work);
 
-  Outputs o = {};
-  Sums sums[TILES_M];
-  const size_t part = job.part(work.b, work.head, work.lane, work.first_row);
   while (true) {
-    score(keys, shared);
-    if (!kBoth) values.load<false>(job, work);
-    __syncthreads();
-    float keep[TILES_M];
-    share(job, work, shared, sums, keep);
+    Outputs o = {};
+    Sums sums[TILES_M];
+    const size_t at = job.part(work.b, work.head, work.lane, work.first_row);
+    while (true) {
+      score(keys, shared);
+      if (!kBoth) values.load<false>(job, work);
+      __syncthreads();
+      float keep[TILES_M];
+      share(job, work, shared, sums, keep);
+#pragma unroll
+      for (int i = 0; i < TILES_M; i++)
+        if (lane == 0) shared.factors[warp + i * kWarps].x = keep[i];
+      __syncthreads();
+      add_values(values, work, shared, o);
+      if (work.last_of_lane()) break;
+      work.advance();
+      load(work.newest);
+    }
+    // all columns are there: to check each would take 70 registers, where lanes follow one another
+    const bool all = kParts > 1 && kColumnWarps == kWarps;
+    each_output([&](Pair pair, int row, int column) {
+      if (row < work.rows && (all || column < PADDED_HEAD_DIM))
+        *reinterpret_cast<float2*>(job.partial + (at + row) * PADDED_HEAD_DIM + column) =
+            make_float2(pair.of(o)[0], pair.of(o)[1]);
+    });
 #pragma unroll
     for (int i = 0; i < TILES_M; i++)
-      if (lane == 0) shared.factors[warp + i * kWarps].x = keep[i];
-    __syncthreads();
-    add_values(values, work, shared, o);
-    if (work.last_of_lane()) break;
+      if (lane == 0 && warp + i * kWarps < work.rows)
+        job.sums[at + warp + i * kWarps] = make_float2(sums[i].m, sums[i].l);
+    if (kParts == 1) return;
     work.advance();
+    if (work.chunk < 0) return;
     load(work.newest);
   }
-  each_output([&](Pair pair, int row, int column) {
-    if (row < work.rows && column < PADDED_HEAD_DIM)
-      *reinterpret_cast<float2*>(job.partial + (part + row) * PADDED_HEAD_DIM + column) =
-          make_float2(pair.of(o)[0], pair.of(o)[1]);
-  });
-#pragma unroll
-  for (int i = 0; i < TILES_M; i++)
-    if (lane == 0 && warp + i * kWarps < work.rows)
-      job.sums[part + warp + i * kWarps] = make_float2(sums[i].m, sums[i].l);
 }

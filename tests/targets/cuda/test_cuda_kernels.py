@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from specdec.core.errors import UserError
-from targets.arch import released
+from targets.arch import LayerSpec, released
 from targets.cuda import (
     attention,
     four_bits,
@@ -295,6 +295,39 @@ def test_a_schedule_covers_the_weight_and_fits_the_machine(weight, kind, process
             more, shared = gemm.few_stages(plan, kind, block, max_smem_carveout=True)
             assert stages <= more <= plan.steps * plan.passes or more == stages
             assert shared <= launch.SHARED_LIMIT
+
+
+def global_layer(name: str) -> LayerSpec:
+    return next(layer for layer in released(name).layers if not layer.sliding)
+
+
+def test_global_layers_with_few_kv_heads_have_more_lanes():
+    lanes = {name: attention._lanes(global_layer(name)) for name in RELEASED}
+    assert lanes == {
+        "gemma-4-12b": 64,
+        "gemma-4-26b-a4b": 32,
+        "gemma-4-31b": 16,
+        "gemma-4-e2b": 64,
+        "gemma-4-e4b": 32,
+    }
+    sliding = [layer for name in RELEASED for layer in released(name).layers if layer.sliding]
+    assert {attention._lanes(layer) for layer in sliding} == {16}
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "short", "far"),
+    [
+        (1, 1, (1, 4), (1, 4)),
+        (1, 4, (1, 1), (4, 4)),
+        (1, 8, (2, 1), (4, 2)),
+        (8, 8, (4, 1), (4, 1)),
+    ],
+)
+def test_a_columns_lanes_are_dealt_to_ctas_that_run_at_once(batch, tokens, short, far):
+    """12B on 132 multiprocessors: tiles of rows, and CTAs of a column."""
+    for entries, way in ((attention.FAR, short), (attention.FAR + 1, far)):
+        layer = global_layer("gemma-4-12b")
+        assert attention._spread(layer, batch, tokens, entries, 132) == way
 
 
 @settings(max_examples=300, deadline=None)

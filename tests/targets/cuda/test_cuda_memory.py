@@ -18,7 +18,7 @@ from targets.cuda.cache import entries
 from targets.cuda.device import Machine, refuse
 from targets.cuda.footprint import TargetShape, fitted, need
 from targets.cuda.graphs import MOST_ROWS, bucket_of
-from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.load import SHORT, CudaOptions, load_target
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_steps import PrefillChunk
 from tests.support.tiny import VARIANTS
@@ -205,18 +205,26 @@ def test_the_references_are_timed_too():
 
 
 def test_attentions_partial_results_are_counted_and_bounded():
-    """Of a row at most 16 per head; of many rows no more than a fixed room."""
+    """Of a row one per lane and head; of many rows no more than a fixed room."""
     from targets.cuda.attention import partial_bytes
 
     sliding, wide = B31.layers[0], next(layer for layer in B31.layers if not layer.window)
     assert partial_bytes(wide, 8, 2048) == 16 * 8 * 32 * (512 + 2) * 4
     for layer in (sliding, wide):
         assert partial_bytes(layer, 8, 2048) < partial_bytes(layer, 10**6, 2048) < 160 << 20
+    one = next(layer for layer in released("gemma-4-12b").layers if not layer.window)
+    assert partial_bytes(one, 1, 2048) == 64 * 16 * (512 + 2) * 4
+    assert partial_bytes(one, 10**6, 2048) == 128 * partial_bytes(one, 1, 2048)
     assert partial_bytes(wide, 10**6, 2**17) == 512 << 20  # one long row's lanes are dealt
     long = replace(SHAPE, max_len=131072)
     angles = 4 * (131072 - SHAPE.max_len) * (256 + 512)
+    short, far = (
+        max(partial_bytes(layer, SHORT, n) for layer in (sliding, wide))
+        for n in (SHAPE.max_len, long.max_len)
+    )
     chunk = replace(SHAPE, chunk=128), replace(long, chunk=128)
-    assert need(B31, chunk[1]).workspace - need(B31, chunk[0]).workspace == angles
+    grown = need(B31, chunk[1]).workspace - need(B31, chunk[0]).workspace
+    assert grown == angles + far - short
 
 
 @pytest.mark.parametrize("positions", [2_048, 32_768, 65_536, 131_072, 262_144])

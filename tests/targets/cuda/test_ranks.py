@@ -11,7 +11,7 @@ from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
 from targets.arch import released
 from targets.backend import backend_of
-from targets.cuda import exchange, int4
+from targets.cuda import attention, exchange, int4
 from targets.cuda.exchange import check_peers
 from targets.cuda.footprint import TargetShape, need
 from targets.cuda.ranks import Rank, refuse_ranks
@@ -68,6 +68,15 @@ def test_a_single_kv_head_is_on_every_card():
         assert torch.equal(own, raw[0][8 * number : 8 * number + 8])
         assert torch.equal(rank.cut(f"layers.{far}.self_attn.k_proj", raw)[0], raw[0])
         assert (rank.own.layers[near].kv_heads, rank.own.layers[far].kv_heads) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-12b", "gemma-4-31b"])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_a_part_of_the_heads_has_the_whole_ones_lanes(name, count):
+    """So that keys are summed in the same order on any number of cards."""
+    whole = released(name)
+    pairs = zip(Rank(0, count, whole).own.layers, whole.layers, strict=True)
+    assert all(attention._heads(own) == attention._heads(layer) for own, layer in pairs)
 
 
 def test_what_is_not_divided_is_everywhere():

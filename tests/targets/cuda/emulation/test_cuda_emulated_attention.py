@@ -30,7 +30,13 @@ STARTS = [0, 61, 126, 200]
 FAR = replace(SHORT, window=None), [4000], 4224
 """A layer, a start and positions: all lanes have two chunks, and the ring of keys turns."""
 FARTHEST = replace(SHORT, window=None), [262_141], 262_144
-"""2,048 chunks, 128 a lane."""
+"""2,048 chunks, 32 a lane."""
+MANY = replace(SHORT, window=None)
+"""64 lanes: the first sixteen have six chunks of 128 each before further ones have any."""
+FIRST, EVEN = 12_288, 49_152
+"""Keys of the first sixteen lanes alone, and from which on all lanes have as many."""
+TWO = replace(MANY, heads=4, kv_heads=2)
+"""32 lanes: from twice `FIRST` on all have as many."""
 LAST = SHORT, [999_935, 999_997], LONGEST
 """The last positions that a server takes: divisions by a ring's entries are exact up to them."""
 NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
@@ -45,6 +51,12 @@ def case_of(layer: LayerSpec, kv: torch.dtype, starts=STARTS, positions: int = P
         return ours.run(qkv, *given)
 
     return Case(layer, kv, starts, attend, "cpu", positions)
+
+
+def softened(case: Case) -> Case:
+    """All keys weigh about as much: by a peaked softmax most lanes would weigh nothing."""
+    case.q_norm = 0.1 * case.q_norm
+    return case
 
 
 def same_and_near(case: Case, kv: torch.dtype, tokens: int) -> None:
@@ -103,7 +115,37 @@ def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):
     fused_equals_split(case, 2, monkeypatch)
 
 
-def test_a_lane_has_128_chunks():
+@pytest.mark.parametrize(
+    ("layer", "starts", "positions"),
+    [(MANY, [FIRST - 3, 20_000], 20_096), (MANY, [EVEN - 2], 49_280), (TWO, [24_574], 24_704)],
+    ids=["few", "64", "32"],
+)
+def test_a_long_texts_lanes_are_summed_in_one_order(layer, starts, positions, monkeypatch):
+    """Where further lanes begin, in their turns, and where all go on alike: in a batch or alone, at
+    any width, by either kernel, and however a column's lanes and rows are dealt to CTAs."""
+    kv, tokens = torch.bfloat16, 5
+    case = softened(case_of(layer, kv, starts, positions))
+    same_and_near(case, kv, tokens)
+    fused_equals_split(case, tokens, monkeypatch)
+    together, kept = case.all_together(tokens), case.stored()
+    for way in ((2, 2), (4, 1)):
+        case.fill()
+        monkeypatch.setattr(attention, "_spread", lambda *_, way=way: way)
+        assert torch.equal(case.all_together(tokens), together), way
+        assert all(map(torch.equal, case.stored(), kept)), way
+
+
+def test_short_texts_have_the_bits_of_sixteen_lanes(monkeypatch):
+    starts = [61, FIRST - 5, FIRST - 4]
+    case = softened(case_of(MANY, torch.bfloat16, starts, FIRST + 128))
+    found = case.all_together(5)
+    monkeypatch.setattr(attention, "MOST_LANES", attention.LANES)
+    others = case.all_together(5)
+    assert torch.equal(found[:14], others[:14])
+    assert not torch.equal(found[14], others[14])
+
+
+def test_a_lane_has_many_chunks():
     layer, starts, positions = FARTHEST
     case = case_of(layer, torch.bfloat16, starts, positions)
     assert error(case.all_together(2), case.exact(2)) <= NEAR[torch.bfloat16]
