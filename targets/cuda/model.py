@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from specdec.core.types import NO_GUESS
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
 from targets.cuda.certified import MOST_ROWS
@@ -57,6 +59,8 @@ def decode(
     else; words that can't be chosen may then have -inf. `remembers`: whether the tokens are also
     written to their slots' text."""
     h = ops.embed(weights.embedding, rows, cache.tokens if remembers else None)
+    if rows.soft is not None:  # per-layer inputs are those of id 0: see `pictures.py`
+        h = torch.where((rows.tokens < NO_GUESS).view(-1, 1), rows.soft, h)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
@@ -109,7 +113,7 @@ def last_of_all_rows(arch: Arch, features: tuple[int, ...]) -> int:
 
 
 def _last_rows(rows: Rows, only: Tensor) -> Rows:
-    """Row `only` [B] of each sequence alone."""
+    """Row `only` [B] of each sequence alone: no token of its call lies behind it that it may see."""
     tokens = rows.tokens.flatten().index_select(0, only)[:, None]
     return Rows(tokens, rows.start + (only % rows.tokens.shape[1]).int(), rows.slot)
 

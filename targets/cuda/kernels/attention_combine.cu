@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(PADDED_HEAD_DIM / 4) combine(const 
   const int kv_head = quotient(head, job.group), row = t * job.group + head - kv_head * job.group;
   const int query = place.start + t, begin = (job.window ? max(0, query - job.window + 1) : 0) / kChunk;
   const int lane = threadIdx.x % kLanes, apart = job.batch * job.kv_heads * job.tokens * job.group;
-  const bool seen = begin + ((lane - begin) & (kLanes - 1)) <= job.newest(place.start, query) / kChunk;
+  const bool seen = begin + ((lane - begin) & (kLanes - 1)) <= job.newest(b, place.start, query) / kChunk;
   const size_t first = job.part(b, kv_head, 0, row);
   // in bytes; a lane that this row does not see is replaced by one that it sees, with factor zero
   reinterpret_cast<u32*>(places)[lane] = ((seen ? lane : begin & (kLanes - 1)) * apart + u32(first)) * PADDED_HEAD_DIM * 4;
