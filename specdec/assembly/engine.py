@@ -152,9 +152,7 @@ def warm_up(
     engine.count_anew()
 
 
-def warm_pictures(
-    engine: Engine, vision: VisionSpec | None, lengths: Iterable[int] = ()
-) -> None:
+def warm_pictures(engine: Engine, vision: VisionSpec | None, lengths: Iterable[int] = ()) -> None:
     """Compile what a prompt with a picture needs, for each budget that requests can have, and with
     text around the smallest picture for each of these lengths; nothing is kept."""
     if vision is None:

@@ -113,7 +113,9 @@ def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {_heads(layer) for layer in arch.layers}
     files = "attention_prepare", "attention_combine"
-    return _attending(kinds, kv8) | {_variant(file, heads, kv8) for file in files for heads in kinds}
+    return _attending(kinds, kv8) | {
+        _variant(file, heads, kv8) for file in files for heads in kinds
+    }
 
 
 def reaching_variants(arch: Arch, kv8: int) -> set[Variant]:

@@ -115,7 +115,7 @@ def last_of_all_rows(arch: Arch, features: tuple[int, ...]) -> int:
 
 
 def _last_rows(rows: Rows, only: Tensor) -> Rows:
-    """Row `only` [B] of each sequence alone: no token of its call lies behind it that it may see."""
+    """Row `only` [B] of each sequence alone, which sees no token behind itself."""
     tokens = rows.tokens.flatten().index_select(0, only)[:, None]
     return Rows(tokens, rows.start + (only % rows.tokens.shape[1]).int(), rows.slot)
 

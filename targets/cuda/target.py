@@ -280,8 +280,8 @@ class CudaTarget:
         ends: bool,
         pictures: list[tuple[PlacedPicture, torch.Tensor]],
     ) -> Iterator[Hidden | None]:
-        """A chunk with pictures: one call of decoding's kernels, or the library. It can't be cut into
-        calls, and rings hold no longer one behind others."""
+        """A chunk with pictures: one call of decoding's kernels, or, where rings hold no such call,
+        the library."""
         plan, tokens = self.plan, rows.tokens.shape[1]
         if tokens <= min(plan.chunk, plan.first if start == 0 else plan.short):
             return self._in_calls(self._seeing(rows, start, pictures), tokens)

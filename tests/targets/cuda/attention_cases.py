@@ -75,7 +75,9 @@ class Case:
         rows = Rows(ints([[0] * tokens] * len(start)), ints(start), ints(slot))
         if self.picture is None or tokens < self.picture[1]:
             return rows
-        return replace(rows, reach=ints([[s + self.reach(t) for t in range(tokens)] for s in start]))
+        return replace(
+            rows, reach=ints([[s + self.reach(t) for t in range(tokens)] for s in start])
+        )
 
     def reach(self, token: int) -> int:
         """The last token of its sequence that a token of a call sees."""
