@@ -22,6 +22,7 @@ from drafters.model.host import ModelDrafter
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from drafters.suffix.host import SuffixDrafter
+from specdec.assembly.engine import warm_pictures
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
@@ -30,6 +31,7 @@ from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import NO_GUESS, Reuse, Sequence
 from targets.backend import snapshots_of
+from targets.cuda import target as cuda_target
 from targets.cuda.host_drafter import HostHead as CudaHead
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
@@ -47,8 +49,10 @@ pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 SLOTS = 3
 CHUNK = 32
-LONG = {"chunk": 96, "first": 96}
-"""First chunks with a picture are one call of decoding's kernels then, padded."""
+SHORT = {"chunk": CHUNK, "short": 8}
+"""CUDA's library reads all chunks with a picture."""
+LONG = {"chunk": 96, "first": 96, "short": 64}
+"""Each is one call of decoding's kernels, padded; some begin behind others."""
 FEATURES = (0, 1, 4)
 TOKENS = 10
 ONE = levels(61, 97)
@@ -71,8 +75,8 @@ def target_of(path: Path, backend: str = "jax"):
         return load_target(path, options)
     from targets.cuda.load import CudaOptions, load_target as load_cuda
 
-    sizes = LONG if backend == "cuda's calls" else {"chunk": CHUNK}
-    options = CudaOptions(SLOTS, 512, 7, **sizes, short=8, device="cpu", vision=spec)
+    sizes = LONG if backend == "cuda's calls" else SHORT
+    options = CudaOptions(SLOTS, 512, 7, **sizes, device="cpu", vision=spec)
     return load_cuda(path, options)
 
 
@@ -161,6 +165,17 @@ def test_the_cuda_target_keeps_its_tokens_too(folder, mode, backend):
         drafters["ngram"] = NgramDrafter(1, 3), 5
         drafters["model"] = ModelDrafter(cuda_with(folder, (), sees=False)), 2
     check(target, plain, mode, drafters)
+
+
+def test_calls_choose_what_the_library_does(folder, monkeypatch):
+    """In float32 they differ by sums' order alone. Of rows that see no others it chooses other
+    tokens behind pictures."""
+    calls, library = (plain_of(folder, way, "greedy") for way in ("cuda's calls", "cuda"))
+    assert calls == library
+    target = target_of(folder, "cuda's calls")
+    monkeypatch.setattr(cuda_target, "sees_up_to", lambda start, stop, _: [*range(start, stop)])
+    causal, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    assert [i for i in causal if causal[i] == calls[i]] == ["2"]
 
 
 def cuda_with(path, features, sees=True):
@@ -325,6 +340,17 @@ def read_vision_of_budget():
         spec = read_vision(write_seeing(Path(made) / "12b", "12b"))
     assert spec is not None
     return spec
+
+
+def test_a_start_reads_a_picture_in_prompts_of_each_length(folder, monkeypatch):
+    """As short as can be, and of all lengths that have graphs of their own."""
+    target, seen = target_of(folder, "cuda"), []
+    monkeypatch.setattr(Engine, "run_to_end", lambda _, seqs: seen.extend(seqs))
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    warm_pictures(engine, target.vision, [16, 64, 128, 256, 512])
+    (low,) = {placed.picture.tokens for seq in seen for placed in seq.pictures}
+    assert [seq.prompt_len for seq in seen] == [low + 2, 128, 256]
+    assert all(len(seq.pictures) == 1 for seq in seen)
 
 
 def test_places_are_checked(folder):
