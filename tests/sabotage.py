@@ -73,6 +73,7 @@ COVERED = {
     "moe.cu": (EXPERTS, MODEL),
     "narrow.cuh": (MODEL,),
     "norm.cu": (AROUND, MODEL),
+    "norm.cuh": (AROUND, MODEL),
     "ordered.cu": (DRAFTERS,),
     "quantise.cu": (AROUND,),
     "rescore.cu": (AROUND,),
@@ -92,10 +93,9 @@ BY_HAND = [
     # masks and places
     ("attention_chunk.cuh", "key0 + i <= newest && key0", "key0 + i < newest && key0"),
     ("attention_chunk.cuh", "query - job.window + 1 : 0", "query - job.window : 0"),
-    ("attention_combine.cu", "(kLanes - 1))) <= newest;", "(kLanes - 1))) < newest;"),
-    ("attention_combine.cu", "if (part) before.m = fmaxf(before.m, highest);", ""),
-    ("attention.cuh", "lane + (kFirstRounds - 1) * kColumns", "lane"),
-    ("attention_split.cu", "work.step - 1", "kLanes - 1"),
+    ("attention_combine.cu", "<= job.newest(", "< job.newest("),
+    ("attention.cuh", "[b * tokens + min(query - start,", "[b * tokens + min(query - start + 1,"),
+    ("attention_chunk.cuh", "start, position(job, rows - 1));", "start, position(job, 0));"),
     ("attention_combine.cu", "if (place.slot < 0) return;", ""),
     ("linear.cuh", "m + e % 2 < job.rows", "m + e % 2 <= job.rows"),
     ("linear.cuh", "if (n + e / 2 * 8 < job.n && m", "if (m"),
@@ -134,7 +134,7 @@ BY_HAND = [
         "wait_for_previous(), let_next_start();",
         "let_next_start(), wait_for_previous();",
     ),
-    ("norm.cu", "if (!job.pdl_trigger_late) let_next_start();", "let_next_start();"),
+    ("norm.cuh", "if (!job.pdl_trigger_late) let_next_start();", "let_next_start();"),
     (
         "attention_split.cu",
         "  wait_for_previous();\n  let_next_start();\n#pragma unroll 1",
@@ -171,7 +171,7 @@ EXPLAINED: dict[str, str] = {
     "gets is not read",
     "gemm.cu: if (job.pdl_trigger == kTriggerInTurn) let_next_start(); -> nothing": "costs time "
     "alone: the end of a CTA lets the next kernel start too",
-    "norm.cu: if (!job.pdl_trigger_late) let_next_start(); -> let_next_start();": "timing alone: "
+    "norm.cuh: if (!job.pdl_trigger_late) let_next_start(); -> let_next_start();": "timing alone: "
     "what comes from memory first",
     "attention_split.cu: wait_for_previous(); let_next_start(); #pragma unroll 1 -> "
     "let_next_start(); wait_for_previous(); #pragma unroll 1": "timing alone: `combine` reads "

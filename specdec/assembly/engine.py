@@ -153,18 +153,20 @@ def warm_up(
     engine.count_anew()
 
 
-def warm_pictures(engine: Engine, vision: VisionSpec | None) -> None:
-    """Compile what a prompt with a picture needs, for each budget that requests can have; nothing
-    is kept."""
+def warm_pictures(engine: Engine, vision: VisionSpec | None, lengths: Iterable[int] = ()) -> None:
+    """Compile what a prompt with a picture needs, for each budget that requests can have, and with
+    text around the smallest picture for each of these lengths; nothing is kept."""
     if vision is None:
         return
     white = np.full((1, 1, 3), 255, np.uint8)
-    for budget in sorted({vision.budget_for(detail) for detail in ("low", "auto", "high")}):
-        picture = of_levels(white, budget, vision.patches)
-        tokens = [2, *place_ids(1, picture.tokens), 2]
-        if len(tokens) + 1 < engine.target.max_len:
-            placed = (PlacedPicture(1, picture),)
-            seq = Sequence(tokens, max_tokens=1, reuse=None, pictures=placed)
+    budgets = sorted({vision.budget_for(detail) for detail in ("low", "auto", "high")})
+    placed = [PlacedPicture(1, of_levels(white, budget, vision.patches)) for budget in budgets]
+    alone = [(each, each.stop + 1) for each in placed]
+    around = [(placed[0], length) for length in lengths if length > placed[0].stop]
+    for each, length in (*alone, *around):
+        tokens = [2, *place_ids(1, each.picture.tokens), *[2] * (length - each.stop)]
+        if length + 1 < engine.target.max_len:
+            seq = Sequence(tokens, max_tokens=1, reuse=None, pictures=(each,))
             engine.run_to_end([seq])
     engine.count_anew()
 
@@ -180,8 +182,10 @@ def serving_engine(
     plain steps timed, and with the memory for prompts that is left over."""
     engine = make_engine(model, speculation, max_waiting, prefix=prefix)
     with status("compiling"):
-        warm_up(engine, VARIANTS, *model.backend.warm(model.target))
-        warm_pictures(engine, model.target.vision)
+        batches, prompts = model.backend.warm(model.target)
+        warm_up(engine, VARIANTS, batches, prompts)
+        alone = [length for count, length in prompts if count == 1]
+        warm_pictures(engine, model.target.vision, alone)
     with status("timing plain decoding"):
         measure_plain(engine)
     grant(engine, budget_for(model, prefix).device)

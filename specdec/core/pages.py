@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 SHORT_TEXT = 32
 """Tokens; the self-check's texts are no longer."""
 

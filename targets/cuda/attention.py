@@ -19,7 +19,7 @@ from targets.cuda.cache import CHUNK
 from targets.cuda.formulas import inverse_frequencies
 from targets.cuda.inputs import Input, make_input, make_rows
 from targets.cuda.launch import SHARED_LIMIT, Launcher, Variant, address
-from targets.cuda.ops import AttentionLayer, Rows
+from targets.cuda.ops import AttentionLayer, Rows, reach_of
 
 THREADS = 256
 HEADS = (64, 128, 256, 512)
@@ -86,6 +86,8 @@ them; for more, a kernel of its own does."""
 
 
 class _AttentionJob(Structure):
+    """A kernel is given as much of it as it declares: `reach` is of `REACHING` variants alone."""
+
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosine", "sine", "k", "v")),
         *((name, c_void_p) for name in ("start", "slot", "x", "q", "partial", "sums")),
@@ -94,14 +96,14 @@ class _AttentionJob(Structure):
         *((name, c_int) for name in ("stores", "stages", "rows")),
         *((name, c_int) for name in ("fp8", "k_blocks", "block", "k_groups")),
         ("eps", c_float),
+        ("reach", c_void_p),
     )
 
 
 class _Heads(NamedTuple):
-    """Compile-time constants of a layer: head_dim, keys of a chunk, lanes, and as `LayerSpec` has
-    them.
-    The number of query heads per KV head is passed at run time: compiled in, it costs 0.6 % with
-    several tokens (docs/performance.md)."""
+    """Compile-time constants of a layer: head_dim, keys of a chunk, lanes, as `LayerSpec` has them,
+    and whether tokens have a reach. The number of query heads per KV head is passed at run time:
+    compiled in, it costs 0.6 % with several tokens (docs/performance.md)."""
 
     dim: int
     chunk: int
@@ -109,6 +111,7 @@ class _Heads(NamedTuple):
     normed: bool
     raw_values: bool
     both_ways: bool
+    reaching: bool
 
     @property
     def padded(self) -> int:
@@ -118,6 +121,21 @@ class _Heads(NamedTuple):
 def variants(arch: Arch, kv8: int) -> set[Variant]:
     """kv8: whether the cache is e4m3."""
     kinds = {_heads(layer) for layer in arch.layers}
+    files = "attention_prepare", "attention_combine"
+    return _attending(kinds, kv8) | {
+        _variant(file, heads, kv8) for file in files for heads in kinds
+    }
+
+
+def reaching_variants(arch: Arch, kv8: int) -> set[Variant]:
+    """What calls need besides in which tokens have a reach."""
+    kinds = {_heads(layer, reaching=True) for layer in arch.layers if layer.sliding}
+    combine = {_variant("attention_combine", heads, kv8) for heads in kinds}
+    return _attending(kinds, kv8) | combine
+
+
+def _attending(kinds: set[_Heads], kv8: int) -> set[Variant]:
+    """Of `split` and `fused`."""
     splits = {
         _variant("attention_split", heads, kv8, tiles_m, vectors_per_warp)
         for heads in kinds
@@ -130,8 +148,7 @@ def variants(arch: Arch, kv8: int) -> set[Variant]:
         for tiles_m in TILES
         if tiles_m <= _max_fused_tiles_m(heads.padded)
     }
-    files = "attention_prepare", "attention_combine"
-    return splits | fused | {_variant(file, heads, kv8) for file in files for heads in kinds}
+    return splits | fused
 
 
 class Attention:
@@ -252,10 +269,11 @@ class Attention:
             block=block,
             k_groups=k_groups,
             eps=self._eps,
+            reach=address(reach_of(rows, layer)),
         )
 
     def _fused(self, job: _AttentionJob, layer: LayerSpec, batch: int, tiles_m: int) -> None:
-        heads = _heads(layer)
+        heads = _heads(layer, bool(job.reach))
         if job.own and not job.stores:
             self._prepare(job, layer, 2 * layer.kv_heads)
         job.stages, shared = _ring(heads, tiles_m, self._kv8)
@@ -274,7 +292,7 @@ class Attention:
     ) -> None:
         """sharing: CTAs that share a column's lanes. vectors_per_warp: vectors that a warp computes
         at a time."""
-        heads = _heads(layer)
+        heads = _heads(layer, bool(job.reach))
         shares = _shares(job.tokens * job.group, tiles_m)
         grid = (shares * LANES, layer.kv_heads * sharing, batch)
         variant = _variant("attention_split", heads, self._kv8, tiles_m, vectors_per_warp)
@@ -383,6 +401,7 @@ def _variant(
     other += () if heads.normed else (("NORMED", 0),)
     other += (("RAW_VALUES", 1),) if heads.raw_values else ()
     other += (("BOTH_WAYS", 1),) if heads.both_ways else ()
+    other += (("REACHING", 1),) if heads.reaching else ()
     other += (("LANES_PER_VECTOR", 32 // vectors_per_warp),) if vectors_per_warp > 1 else ()
     return Variant(file, (*size, ("FP8_CACHE", kv8), *tiles, *other))
 
@@ -406,8 +425,8 @@ def _vectors_bytes(dim: int, tokens: int, kv8: int) -> int:
     return 4 * dim * (2 + tokens) + 2 * tokens * (dim * (1 if kv8 else 2) + 16)
 
 
-def _heads(layer: LayerSpec) -> _Heads:
-    kind = layer.normed, layer.raw_values, layer.both_ways
+def _heads(layer: LayerSpec, reaching: bool = False) -> _Heads:
+    kind = layer.normed, layer.raw_values, layer.both_ways, reaching
     return _Heads(layer.head_dim, _chunk(layer), _lanes(layer), *kind)
 
 

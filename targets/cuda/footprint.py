@@ -16,7 +16,7 @@ from targets.arch import Arch
 from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, entries, padded_head, slack_of
-from targets.cuda.graphs import bucket_of, first_rows, padding_of
+from targets.cuda.graphs import TOKENS, bucket_of, first_rows, padding_of
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
@@ -87,6 +87,7 @@ def need(arch: Arch, shape: TargetShape) -> Need:
     workspace = _workspace(arch, shape)
     wide = WIDE[shape.dtype]
     workspace += vision_memory.workspace_bytes(shape.vision, wide, captured=MOST_PATCHES)
+    workspace += picture_feed_bytes(arch, shape)
     return Need(weights, cache_bytes(arch, shape), workspace)
 
 
@@ -243,6 +244,15 @@ def first_call_bytes(arch: Arch, shape: TargetShape) -> int:
         values += arch.moe.top_k * (arch.hidden + arch.moe.width)
     values += 2 * len(arch.layers) * arch.per_layer_input
     return 4 * _first_rows(shape) * values
+
+
+def picture_feed_bytes(arch: Arch, shape: TargetShape) -> int:
+    """What graphs of prompts with pictures, one for each padded length, are fed in place of
+    embeddings."""
+    if shape.vision is None:
+        return 0
+    rows = sum(size for size in TOKENS if size <= _first_rows(shape))
+    return WIDE[shape.dtype] * rows * arch.hidden
 
 
 def prefill_bytes(arch: Arch, shape: TargetShape) -> int:

@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
@@ -18,6 +19,7 @@ import torch
 
 from specdec.core.types import NO_GUESS, LogprobRows
 from targets.cuda.exchange import silent
+from targets.cuda.launch import keep_stacks_small
 from targets.cuda.model import Hidden
 from targets.cuda.ops import Rows
 
@@ -97,7 +99,9 @@ class GraphPool:
         self.handle = torch.cuda.graph_pool_handle()
         self._holder = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
-            side = _side_stream(torch.cuda.current_device())
+            number = torch.cuda.current_device()
+            keep_stacks_small(number)  # a graph that was captured before would fail
+            side = _side_stream(number)
             with _quiet(), torch.cuda.graph(self._holder, self.handle, side):
                 pass
 
@@ -186,7 +190,9 @@ class Graphs:
     ) -> None:
         self._step, self._short, self.pool = step, short, pool
         self._steps: dict[tuple[int, int, bool, bool], tuple[Rows, Captured[Chosen]]] = {}
-        self._prefills: dict[tuple[int, int], tuple[Rows, torch.Tensor, Captured[Hidden]]] = {}
+        self._prefills: dict[
+            tuple[int, int, bool, bool], tuple[Rows, torch.Tensor, Captured[Hidden]]
+        ] = {}
 
     def step(self, rows: Rows, needs_sampler: bool, logprobs: bool) -> Chosen:
         """As `CudaTarget.step`; the result is valid until the next call."""
@@ -234,12 +240,13 @@ class Graphs:
 
     def prefill_graph(self, rows: Rows) -> tuple[Rows, torch.Tensor, Captured[Hidden]]:
         """What it feeds, the rows whose logits it computes, and the graph: padded to one of TOKENS,
-        and to a power of two prompts."""
-        batch, tokens = 1 << (len(rows.tokens) - 1).bit_length(), rows.tokens.shape[1]
-        key = batch, padded_tokens(tokens)
+        and to a power of two prompts; with pictures, if these rows have some."""
+        batch = 1 << (len(rows.tokens) - 1).bit_length()
+        tokens = padded_tokens(rows.tokens.shape[1])
+        key = batch, tokens, rows.soft is not None, rows.reach is not None
         if key not in self._prefills:
-            idle = idle_rows(*key, rows.tokens.device)
-            firsts = torch.arange(0, idle.tokens.numel(), key[1], device=rows.tokens.device)
+            idle = _idle_like(rows, batch, tokens)
+            firsts = torch.arange(0, idle.tokens.numel(), tokens, device=rows.tokens.device)
             captured = Captured(lambda: self._short(idle, firsts), self.pool)
             self._prefills[key] = idle, firsts, captured
         return self._prefills[key]
@@ -254,6 +261,23 @@ def idle_rows(batch: int, tokens: int, device: torch.device) -> Rows:
     return Rows(make(NO_GUESS, batch, tokens), make(0, batch), make(-1, batch))
 
 
+def padded(rows: Rows) -> Rows:
+    """A chunk [1, T] as a graph is fed with it."""
+    feed = _idle_like(rows, 1, padded_tokens(rows.tokens.shape[1]))
+    _fill(feed, rows)
+    return feed
+
+
+def _idle_like(rows: Rows, batch: int, tokens: int) -> Rows:
+    """`idle_rows`, with room for what these have of pictures."""
+    idle = idle_rows(batch, tokens, rows.tokens.device)
+    if rows.soft is None:
+        return idle
+    soft = rows.soft.new_zeros((batch * tokens, rows.soft.shape[1]))
+    reach = None if rows.reach is None else torch.zeros_like(idle.tokens)
+    return replace(idle, soft=soft, reach=reach)
+
+
 def _fill(feed: Rows, rows: Rows) -> None:
     batch, tokens = rows.tokens.shape
     feed.tokens[:batch, :tokens] = rows.tokens
@@ -261,3 +285,9 @@ def _fill(feed: Rows, rows: Rows) -> None:
     feed.start[:batch] = rows.start
     feed.slot[:batch] = rows.slot
     feed.slot[batch:] = -1
+    if feed.soft is not None and rows.soft is not None:  # of one sequence
+        feed.soft[:tokens] = rows.soft
+    if feed.reach is not None and rows.reach is not None:
+        places = torch.arange(feed.tokens.shape[1], device=feed.tokens.device)
+        feed.reach[:] = feed.start[:, None] + places  # padding sees itself, and is no NaN
+        feed.reach[:batch, :tokens] = rows.reach

@@ -15,7 +15,7 @@ from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, MoeSpec
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits
-from targets.cuda.attention import HEADS
+from targets.cuda.attention import HEADS, reaching_variants
 from targets.cuda.cache import padded_head
 from targets.cuda.experts import kind_of, most_pairs
 from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
@@ -97,7 +97,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
     plan = plan_of(checkpoint, arch, options)
     spec, encoder = options.vision, None
     files = None if spec is None else VisionFiles(path, spec, arch.hidden)
-    ops = make_ops(arch, plan)
+    ops = make_ops(arch, plan, sees=spec is not None)
     with all_or_nothing():
         weights = load_params(checkpoint, arch, plan.dtype, plan.device, ops)
         weights = copied(weights, ops) if options.prefill_copy else weights
@@ -111,7 +111,7 @@ def load_target(path: Path, options: CudaOptions, suppress: tuple[int, ...] = ()
 def random_target(arch: Arch, options: CudaOptions, seed: int = 0) -> CudaTarget:
     """A model of this architecture with random weights (speed tests)."""
     plan = make_plan(arch, options, "bfloat16")
-    ops = make_ops(arch, plan)
+    ops = make_ops(arch, plan, sees=options.vision is not None)
     with all_or_nothing():
         weights = random_params(arch, plan.dtype, plan.device, ops, seed, plan.correlation)
         weights = copied(weights, ops) if options.prefill_copy else weights
@@ -279,9 +279,11 @@ def _widths(arch: Arch) -> set[int]:
     return {w for layer in arch.layers for w in (layer.ffw, layer.heads * layer.head_dim)}
 
 
-def make_ops(arch: Arch, plan: Plan, kernels: Callable[..., Ops] | None = None) -> Ops:
+def make_ops(
+    arch: Arch, plan: Plan, kernels: Callable[..., Ops] | None = None, sees: bool = False
+) -> Ops:
     """The kernels on the current GPU; plain torch on a CPU, and for float32 anywhere. kernels: of a
-    card that has a part of each layer."""
+    card that has a part of each layer. sees: with those that pictures need."""
     if plan.device == "cpu":
         # rows are computed one by one: threads would wait for each other far longer than they work
         torch.set_num_threads(1)
@@ -295,6 +297,8 @@ def make_ops(arch: Arch, plan: Plan, kernels: Callable[..., Ops] | None = None) 
 
     kv = KV_DTYPES[plan.kv_dtype]
     more = rounding_variants(arch.hidden) if plan.dtype == "fp8" else set()
+    if sees and arch.pictures_both_ways:
+        more |= reaching_variants(arch, int(plan.kv_dtype == "fp8"))
     common = plan.positions, kv, _kinds(arch, plan), more
     ops = Kernels(arch, *common) if kernels is None else kernels(*common)
     compiled()  # now, not within the first request

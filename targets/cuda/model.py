@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from specdec.core.types import NO_GUESS
 from targets.arch import Arch, MoeSpec
 from targets.cuda.cache import KVCache
 from targets.cuda.certified import MOST_ROWS
@@ -56,22 +58,26 @@ def decode(
     alone, one of each sequence. choosing: how words are chosen, if logits are used for nothing
     else; words that can't be chosen may then have -inf. `remembers`: whether the tokens are also
     written to their slots' text."""
+    many = only is not None and rows.tokens.shape[1] > ALL_ROWS_TO_THE_END
+    last = last_of_all_rows(arch, features) if many else len(arch.layers)
+    # made before the call's first kernel: others read places before those in front of them end
+    ending = _last_rows(rows, only) if only is not None and last < len(arch.layers) else None
     h = ops.embed(weights.embedding, rows, cache.tokens if remembers else None)
+    if rows.soft is not None:  # per-layer inputs are those of id 0: see `pictures.py`
+        h = torch.where((rows.tokens < NO_GUESS).view(-1, 1), rows.soft, h)
     inputs = _per_layer_inputs(weights, h, rows, ops)
     x = ops.norm(h, opening(weights, 0))
     captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
-    many = only is not None and rows.tokens.shape[1] > ALL_ROWS_TO_THE_END
-    last = last_of_all_rows(arch, features) if many else len(arch.layers)
     for i, w in enumerate(weights.layers):
         layer = AttentionLayer(arch.layers[i], cache.of(arch.layers, i), w.q_norm, w.k_norm)
         kept = captured[:, features.index(i)] if captured is not None and i in features else None
         qkv = ops.linear(x, w.qkv)
-        if i == last and only is not None:
+        if i == last and ending is not None and only is not None:
             if layer.spec.kv_from is None:
                 ops.store(qkv, layer, rows)
             h, qkv = h.index_select(0, only), qkv.index_select(0, only)
             inputs = None if inputs is None else inputs.index_select(0, only)
-            rows, only = _last_rows(rows, only), None
+            rows, only = ending, None
         x = _rest(h, qkv, w, layer, rows, ops, opening(weights, i + 1), (inputs, i), kept)
     if only is not None:
         x = ops.norm(h.index_select(0, only), opening(weights, len(weights.layers)))
@@ -109,7 +115,7 @@ def last_of_all_rows(arch: Arch, features: tuple[int, ...]) -> int:
 
 
 def _last_rows(rows: Rows, only: Tensor) -> Rows:
-    """Row `only` [B] of each sequence alone."""
+    """Row `only` [B] of each sequence alone, which sees no token behind itself."""
     tokens = rows.tokens.flatten().index_select(0, only)[:, None]
     return Rows(tokens, rows.start + (only % rows.tokens.shape[1]).int(), rows.slot)
 

@@ -73,11 +73,21 @@ class Choosing(NamedTuple):
 @dataclass(frozen=True)
 class Rows:
     """What a call feeds: tokens [B, T], start [B] (position of each first token), slot [B]
-    (-1: the row sits this call out, nothing of it is stored); all int32 on the device."""
+    (-1: the row sits this call out, nothing of it is stored); all int32 on the device. With
+    pictures: soft [B * T, H], what takes the place of embeddings where tokens are pictures' places
+    (ids below NO_GUESS), of any float dtype; reach [B, T] int32, the last position that each token
+    sees on sliding layers, which never falls within a sequence (None: its own)."""
 
     tokens: Tensor
     start: Tensor
     slot: Tensor
+    soft: Tensor | None = None
+    reach: Tensor | None = None
+
+
+def reach_of(rows: Rows, layer: LayerSpec) -> Tensor | None:
+    """The reach that a call's tokens have in this layer."""
+    return rows.reach if layer.sliding else None
 
 
 Dense = tuple[Tensor, Tensor | None]

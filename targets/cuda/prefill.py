@@ -2,8 +2,8 @@
 
 It reads the window before the chunk from the cache, attends to that and to the chunk's own keys
 and values (rounded as the cache rounds them), and leaves in the cache what later calls need. Not
-bitwise `model.decode`: which of the two a chunk takes follows from its own length, and from
-whether it has a picture, of which decoding's kernels know nothing.
+bitwise `model.decode`: which of the two a chunk takes follows from its own length, from where it
+begins, and from whether it has a picture.
 """
 
 from __future__ import annotations

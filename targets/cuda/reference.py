@@ -49,6 +49,7 @@ from targets.cuda.ops import (
     Opening,
     RoutedBranch,
     Rows,
+    reach_of,
 )
 from targets.cuda.prefill_reference import by_expert
 from targets.cuda.tiles import EIGHTHS
@@ -154,11 +155,13 @@ class Reference:
         inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
         queries = query(qkv, layer.q_norm, spec, self.arch.eps)
         out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
-        tokens = rows.tokens.shape[1]
+        tokens, reach = rows.tokens.shape[1], reach_of(rows, spec)
+        reaches = None if reach is None else reach.flatten().tolist()
         for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
                 q = rotate(queries[r].clone(), (position + layer.ahead) * inverse)
                 newest = position + (tokens - 1 - r % tokens if spec.both_ways else 0)
+                newest = newest if reaches is None else reaches[r]
                 mixed = attend(q, layer.cache, slot, position, spec.window, newest)
                 out[r] = mixed.flatten()
         return as_input(out, kind, EIGHTHS)

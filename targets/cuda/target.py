@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seqs
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
 from specdec.core.pages import PagePlan
-from specdec.core.pictures import PlacedPicture, within
+from specdec.core.pictures import PlacedPicture, sees_up_to, within
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
@@ -27,6 +27,7 @@ from targets.cuda.graphs import (
     Graphs,
     first_rows,
     idle_rows,
+    padded,
     padded_together,
 )
 from targets.cuda.model import Hidden, decode
@@ -103,7 +104,8 @@ class CudaTarget:
     """One model on one device, with `plan.slots` sequences of up to `plan.max_len`.
 
     A row's result is the same at any width and beside any neighbours, so calls are fed what there
-    is: the live sequences, K + 1 tokens each. Only graphs pad: the batch, and short prompts.
+    is: the live sequences, K + 1 tokens each. Only graphs pad: the batch, and short prompts; calls
+    with pictures always have a graph's size, beside which none was tried.
     """
 
     backend, max_draft = "cuda", MAX_DRAFT
@@ -181,8 +183,9 @@ class CudaTarget:
             rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
             remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
             ends = stop == seq.prompt_len
-            made = self._pictures(rows, start, seq.slot, ends, pictures)
-            for out in made if pictures else self._chunk(rows, start, seq.slot, ends):
+            chunk = rows, start, seq.slot, ends
+            made = self._pictures(*chunk, pictures) if pictures else self._chunk(*chunk)
+            for out in made:
                 yield out and partial(self._read, seq, stop, rows, out)
 
     def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden) -> Step:
@@ -288,27 +291,54 @@ class CudaTarget:
         ends: bool,
         pictures: list[tuple[PlacedPicture, torch.Tensor]],
     ) -> Iterator[Hidden | None]:
-        """A chunk with pictures: always on the library, whatever its length."""
+        """A chunk with pictures: one call of decoding's kernels, or, where rings hold no such call,
+        the library."""
+        plan, tokens = self.plan, rows.tokens.shape[1]
+        if tokens <= min(plan.chunk, plan.first if start == 0 else plan.short):
+            return self._in_calls(self._seeing(rows, start, pictures), tokens)
         spans = tuple((placed.start - start, placed.stop - start) for placed, _ in pictures)
         seen = spans if self.arch.pictures_both_ways else ()
         chunk = PrefillChunk(rows.tokens[0], start, slot, spans=seen)
         soft = tuple((first, own) for (first, _), (_, own) in zip(spans, pictures, strict=True))
         common = self.weights, self.arch, self.cache, chunk, self.ops
-        return prefill(*common, self.plan.features, ends, soft)
+        return prefill(*common, plan.features, ends, soft)
+
+    def _seeing(
+        self, rows: Rows, start: int, pictures: list[tuple[PlacedPicture, torch.Tensor]]
+    ) -> Rows:
+        """A chunk [1, T] with what it has of its pictures."""
+        tokens, placed = rows.tokens.shape[1], [each for each, _ in pictures]
+        soft = pictures[0][1].new_zeros((tokens, self.arch.hidden))
+        for each, own in pictures:
+            soft[each.start - start : each.stop - start] = own
+        if not self.arch.pictures_both_ways:
+            return replace(rows, soft=soft)
+        seen = sees_up_to(start, start + tokens, placed)
+        reach = torch.tensor([seen], dtype=torch.int32, device=self.device)
+        return replace(rows, soft=soft, reach=reach)
 
     def _in_calls(self, rows: Rows, size: int) -> Iterator[Hidden | None]:
-        """A chunk in parts. size: tokens of a call."""
+        """A chunk in parts; one with pictures is one. size: tokens of a call."""
         logits, features = None, []
         for number, tokens in enumerate(rows.tokens.split(size, 1)):
             if number:
                 yield None
-            piece = Rows(tokens, rows.start + number * size, rows.slot)
-            out = self._graphs.prefill(piece) if self._graphs else self.short(piece)
+            out = self._call(replace(rows, tokens=tokens, start=rows.start + number * size))
             logits = out.logits
             if out.features is not None:
                 features.append(out.features.clone())  # a graph's own are the next one's too
         assert logits is not None
         yield Hidden(logits, torch.cat(features) if features else None)
+
+    def _call(self, rows: Rows) -> Hidden:
+        """A call [1, T] of decoding's kernels -> logits of its last row; features of all."""
+        if self._graphs:
+            return self._graphs.prefill(rows)
+        if rows.soft is None:
+            return self.short(rows)
+        tokens = rows.tokens.shape[1]
+        logits, features = self.short(padded(rows), torch.tensor([tokens - 1], device=self.device))
+        return Hidden(logits, None if features is None else features[:tokens])
 
     def prepare_prefill(self, start: int, stop: int) -> None:
         """Capture what `enqueued_parts` replays: nothing may be captured, or allocated by the

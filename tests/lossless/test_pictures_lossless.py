@@ -22,6 +22,7 @@ from drafters.model.host import ModelDrafter
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from drafters.suffix.host import SuffixDrafter
+from specdec.assembly.engine import warm_pictures
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
@@ -30,6 +31,7 @@ from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import NO_GUESS, Reuse, Sequence
 from targets.backend import snapshots_of
+from targets.cuda import target as cuda_target
 from targets.cuda.host_drafter import HostHead as CudaHead
 from targets.jax.device_drafter import TextDrafter
 from targets.jax.device_loop import device_loop
@@ -47,6 +49,10 @@ pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 SLOTS = 3
 CHUNK = 32
+SHORT = {"chunk": CHUNK, "short": 8}
+"""CUDA's library reads all chunks with a picture."""
+LONG = {"chunk": 96, "first": 96, "short": 64}
+"""Each is one call of decoding's kernels, padded; some begin behind others."""
 FEATURES = (0, 1, 4)
 TOKENS = 10
 ONE = levels(61, 97)
@@ -69,7 +75,8 @@ def target_of(path: Path, backend: str = "jax"):
         return load_target(path, options)
     from targets.cuda.load import CudaOptions, load_target as load_cuda
 
-    options = CudaOptions(SLOTS, 512, 7, chunk=CHUNK, short=8, device="cpu", vision=spec)
+    sizes = LONG if backend == "cuda's calls" else SHORT
+    options = CudaOptions(SLOTS, 512, 7, **sizes, device="cpu", vision=spec)
     return load_cuda(path, options)
 
 
@@ -145,17 +152,30 @@ def test_the_traced_loop_changes_no_token(folder):
     assert device.acceptance == host.acceptance and host.acceptance.drafted > 0
 
 
-@pytest.mark.parametrize("mode", ["greedy", "everything"])
-def test_the_cuda_target_keeps_its_tokens_too(folder, mode):
-    target, plain = target_of(folder, "cuda"), plain_of(folder, "cuda", mode)
+@pytest.mark.parametrize(
+    ("mode", "backend"), [("greedy", "cuda"), ("everything", "cuda"), ("greedy", "cuda's calls")]
+)
+def test_the_cuda_target_keeps_its_tokens_too(folder, mode, backend):
+    target, plain = target_of(folder, backend), plain_of(folder, backend, mode)
     drafters = {
         "suffix": (SuffixDrafter(1), 6),
         "right": (Oracle(plain, 0, target.vocab), 8),
     }
-    if mode == "greedy":
+    if (mode, backend) == ("greedy", "cuda"):
         drafters["ngram"] = NgramDrafter(1, 3), 5
         drafters["model"] = ModelDrafter(cuda_with(folder, (), sees=False)), 2
     check(target, plain, mode, drafters)
+
+
+def test_calls_choose_what_the_library_does(folder, monkeypatch):
+    """In float32 they differ by sums' order alone. Of rows that see no others it chooses other
+    tokens behind pictures."""
+    calls, library = (plain_of(folder, way, "greedy") for way in ("cuda's calls", "cuda"))
+    assert calls == library
+    target = target_of(folder, "cuda's calls")
+    monkeypatch.setattr(cuda_target, "sees_up_to", lambda start, stop, _: [*range(start, stop)])
+    causal, _ = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    assert [i for i in causal if causal[i] == calls[i]] == ["2"]
 
 
 def cuda_with(path, features, sees=True):
@@ -201,14 +221,30 @@ def test_a_warm_prompt_says_what_a_cold_one_says(folder, backend):
     assert cache.hits > 0
 
 
-def resumed(target, cache, *parts):
-    """Tokens of a prompt that came from the cache."""
+def said(target, cache, *parts):
+    """A prompt with a few tokens more, of which as much as can be comes from the cache."""
     ids, pictures = prompt_of(target.vision, *parts)
     everywhere = Reuse(partings=tuple(range(len(ids))))
-    seq = Sequence(list(ids), max_tokens=1, pictures=pictures, reuse=everywhere)
+    seq = Sequence(list(ids), max_tokens=4, pictures=pictures, reuse=everywhere)
     engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), prefix_cache=cache)
     engine.run_to_end([seq])
-    return seq.cached, pictures
+    return seq
+
+
+def resumed(target, cache, *parts):
+    """Tokens of a prompt that came from the cache."""
+    seq = said(target, cache, *parts)
+    return seq.cached, seq.pictures
+
+
+def test_what_follows_a_call_with_a_picture_is_the_same_warm(folder):
+    target, before = target_of(folder, "cuda's calls"), (words(20, 2), ONE, words(60, 3))
+    cache = cache_of(target)
+    for parts in (before, (*before, OTHER, words(3, 4)), (words(20, 2), OTHER, words(60, 3))):
+        cold = said(target, None, *parts)
+        assert said(target, cache, *parts).tokens == cold.tokens
+        warm = said(target, cache, *parts)
+        assert warm.cached == LONG["chunk"] and warm.tokens == cold.tokens
 
 
 def test_what_is_reused_is_of_the_same_picture(folder):
@@ -304,6 +340,17 @@ def read_vision_of_budget():
         spec = read_vision(write_seeing(Path(made) / "12b", "12b"))
     assert spec is not None
     return spec
+
+
+def test_a_start_reads_a_picture_in_prompts_of_each_length(folder, monkeypatch):
+    """As short as can be, and of all lengths that have graphs of their own."""
+    target, seen = target_of(folder, "cuda"), []
+    monkeypatch.setattr(Engine, "run_to_end", lambda _, seqs: seen.extend(seqs))
+    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0))
+    warm_pictures(engine, target.vision, [16, 64, 128, 256, 512])
+    (low,) = {placed.picture.tokens for seq in seen for placed in seq.pictures}
+    assert [seq.prompt_len for seq in seen] == [low + 2, 128, 256]
+    assert all(len(seq.pictures) == 1 for seq in seen)
 
 
 def test_places_are_checked(folder):

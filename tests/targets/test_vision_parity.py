@@ -23,12 +23,14 @@ RELATIVE = 1e-3
 TOKENS = 6
 PICTURES = (levels(61, 97), levels(40, 24, seed=1))
 BACKENDS = ("jax", "cuda")
+WAYS = (*BACKENDS, "cuda's one call")
+"""With chunks of 32, CUDA's library reads all pictures; of a long one decoding's kernels."""
 EPS = 1e-6
 TWICE = ("31b", "12b")
 """Of the same layers as the others: JAX compiles them in the slow suite."""
 EACH = [
     pytest.param(v, b, marks=pytest.mark.slow if b == "jax" and v in TWICE else ())
-    for b in BACKENDS
+    for b in WAYS
     for v in VISION
 ]
 
@@ -47,7 +49,8 @@ def target_of(backend, path, chunk):
         return load_target(path, JaxOptions(slots=1, max_len=256, chunk=chunk, vision=spec))
     from targets.cuda.load import CudaOptions, load_target
 
-    options = CudaOptions(slots=1, max_len=256, chunk=chunk, device="cpu", vision=spec)
+    chunk = chunk if backend == "cuda" else 256
+    options = CudaOptions(1, 256, chunk=chunk, first=chunk, device="cpu", vision=spec)
     return load_target(path, options)
 
 

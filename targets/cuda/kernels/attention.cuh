@@ -37,6 +37,9 @@
 #ifndef BOTH_WAYS  // 1: all tokens of a call see each other, not those before them alone
 #define BOTH_WAYS 0
 #endif
+#ifndef REACHING  // 1: job.reach says how far each token sees
+#define REACHING 0
+#endif
 
 // ---- Number format of the cache ----
 #if FP8_CACHE
@@ -74,6 +77,7 @@ static_assert(PADDED_HEAD_DIM == 64 || PADDED_HEAD_DIM == 128 || PADDED_HEAD_DIM
 static_assert(HEAD_DIM <= PADDED_HEAD_DIM, "A head fits into its padding.");
 static_assert(CHUNK_KEYS == 64 || CHUNK_KEYS == 128, "A chunk of keys is 64 or 128: the order of sums depends on it.");
 static_assert(LANES == 16 || LANES == 32 || LANES == 64, "A column of chunks has 1, 2 or 4 lanes.");
+static_assert(!(BOTH_WAYS && REACHING), "How far a token sees has one source.");
 static_assert(LANES_PER_VECTOR == 32 || LANES_PER_VECTOR == 16 || LANES_PER_VECTOR == 8,
               "A warp makes 1, 2 or 4 head vectors at once.");
 
@@ -133,9 +137,18 @@ struct Job {
   int rows;                  // query rows per CTA where q is read
   int fp8, k_blocks, block, k_groups;  // of the layer that reads x: FP8 weights or bf16 ones; x's layout, block 0: rows
   float eps;
+#if REACHING              // else a kernel's parameters end before it
+  const int* reach;       // [B, T]: the newest position that a token sees, which never falls within a sequence
+#endif
 
-  // The newest position that the query at a position of a call from `start` on sees.
-  __device__ int newest(int start, int query) const { return BOTH_WAYS ? start + tokens - 1 : query; }
+  // The newest position that the query at a position of sequence b sees, whose call begins at `start`.
+  __device__ int newest(int b, int start, int query) const {
+#if REACHING
+    return reach[b * tokens + min(query - start, tokens - 1)];
+#else
+    return BOTH_WAYS ? start + tokens - 1 : query;
+#endif
+  }
   // Fragments of a CTA's queries.
   __device__ u16* queries(int b, int head, int share) const {
     const int all = tokens * group, shares = (all + rows - 1) / rows;
@@ -147,7 +160,7 @@ struct Job {
 };
 
 // The place of a call in the cache and in time. Written before the first kernel of a call, which
-// no other one overtakes: it may be read before `wait_for_previous`.
+// no other one overtakes: it may be read before `wait_for_previous`, and so may `reach`.
 struct Place {
   int slot, start;
   __device__ Place(const Job& job, int b) : slot(job.slot[b]), start(job.start[b]) {}

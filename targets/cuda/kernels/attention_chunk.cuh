@@ -35,7 +35,7 @@ struct Work {
     first_row = tile * kRows, rows = min(kRows, job.tokens * job.group - first_row);
     const Place place(job, b);
     start = place.start, slot = place.slot;
-    newest = job.newest(start, position(job, rows - 1));
+    newest = job.newest(b, start, position(job, rows - 1));
     oldest = job.window ? max(0, position(job, 0) - job.window + 1) : 0;
     chunk = first();
   }
@@ -132,7 +132,8 @@ __device__ inline void share(const Job& job, const Work& work, const Shared& sha
 #pragma unroll
   for (int t = 0; t < TILES_M; t++) {
     const int r = warp + t * kWarps, query = work.position(job, r);
-    const int oldest = job.window ? query - job.window + 1 : 0, newest = BOTH_WAYS ? work.newest : query;
+    const int oldest = job.window ? query - job.window + 1 : 0;
+    const int newest = REACHING ? job.newest(work.b, work.start, query) : BOTH_WAYS ? work.newest : query;
     top[t] = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; i++) {

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(PADDED_HEAD_DIM / 4) combine(const 
   const int kv_head = quotient(head, job.group), row = t * job.group + head - kv_head * job.group;
   const int query = place.start + t, begin = (job.window ? max(0, query - job.window + 1) : 0) / kChunk;
   const int lane = threadIdx.x % kColumns, apart = job.batch * job.kv_heads * job.tokens * job.group;
-  const int newest = job.newest(place.start, query) / kChunk;
+  const int newest = job.newest(b, place.start, query) / kChunk;
   bool seen[kParts];
 #pragma unroll
   for (int part = 0; part < kParts; part++) {

@@ -46,6 +46,8 @@ class Case:
     ) -> None:
         """attend: of kernels for `one_layer_of(layer)` and so many positions."""
         self.layer, self.starts, self._attend, self._device = layer, starts, attend, device
+        self.picture: tuple[int, int] | None = None
+        """Tokens first .. stop - 1 of each sequence of a call see each other."""
         arch = one_layer_of(layer)
         self._eps = arch.eps
         cache = make_cache(arch, len(starts), positions, 128, kv, device).layers[0]
@@ -70,7 +72,18 @@ class Case:
         def ints(v):
             return torch.tensor(v, dtype=torch.int32, device=self._device)
 
-        return Rows(ints([[0] * tokens] * len(start)), ints(start), ints(slot))
+        rows = Rows(ints([[0] * tokens] * len(start)), ints(start), ints(slot))
+        if self.picture is None or tokens < self.picture[1]:
+            return rows
+        return replace(
+            rows, reach=ints([[s + self.reach(t) for t in range(tokens)] for s in start])
+        )
+
+    def reach(self, token: int) -> int:
+        """The last token of its sequence that a token of a call sees."""
+        if self.picture is None or not self.picture[0] <= token < self.picture[1]:
+            return token
+        return self.picture[1] - 1
 
     def call(self, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
         layer = AttentionLayer(self.layer, self.cache, self.q_norm, self.k_norm)
@@ -99,7 +112,8 @@ class Case:
         for row, values in enumerate(self.qkv(tokens).double()):
             slot, position = row // tokens, self.starts[row // tokens] + row % tokens
             oldest = max(0, position - layer.window + 1) if layer.window else 0
-            newest = self.starts[slot] + tokens - 1 if layer.both_ways else position
+            newest = self.starts[slot] + self.reach(row % tokens)
+            newest = self.starts[slot] + tokens - 1 if layer.both_ways else newest
             k, v = read(self.cache, slot, oldest, newest + 1)
             q = values[: layer.heads * layer.head_dim].view(layer.kv_heads, -1, layer.head_dim)
             q = q * (q.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self.q_norm.double()

@@ -17,6 +17,7 @@ from drafters.lookup.cuda import LOOKUP
 from targets import arch, mini
 from targets.arch import released
 from targets.cuda import four_bits, launch, prefill_launch
+from targets.cuda.attention import reaching_variants
 from targets.cuda.launch import Variant
 from targets.cuda.ranks import RANKS
 from targets.cuda.variants import norm_variant, variants as target_variants
@@ -30,6 +31,8 @@ KINDS = {"fp8", "w8a8", "bf16", "int8", *four_bits.KINDS}
 """Of weights."""
 SHARED = "gemma-4-31b", "gemma-4-12b"
 """Models that several cards share."""
+SEEING = "gemma-4-31b", "gemma-4-26b-a4b", "gemma-4-12b"
+"""Models in which the rows of a picture see each other; a `mini` that sees is made for tests."""
 
 
 def variants() -> set[Variant]:
@@ -54,8 +57,13 @@ def variants() -> set[Variant]:
         target_variants(dflash_placing.arch_of(dflash.sized(released(name))), 0, {"fp8", "bf16"})
         for name in RELEASED
     ]
+    seeing = [
+        reaching_variants(a, kv8)
+        for a in (*map(released, SEEING), read_arch(mini.path("mini")))
+        for kv8 in (0, 1)
+    ]
     drafting = *heads, *assistants, *blocks
-    return prefill_launch.variants().union({LOOKUP}, ranks, *decoding, *drafting)
+    return prefill_launch.variants().union({LOOKUP}, ranks, *decoding, *drafting, *seeing)
 
 
 def needed(file: str) -> list[Variant]:

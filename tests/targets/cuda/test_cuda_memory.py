@@ -21,11 +21,14 @@ from targets.cuda.graphs import MOST_ROWS, bucket_of
 from targets.cuda.load import SHORT, CudaOptions, load_target
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_steps import PrefillChunk
+from targets.vision.preprocessing import Patches
+from targets.vision.spec import PictureIds, VisionSpec
 from tests.support.tiny import VARIANTS
 
 SHAPE = TargetShape(slots=4, max_len=2048, width=5, chunk=2048, dtype="fp8", kv="bfloat16")
 B31 = released("gemma-4-31b")
 GIB = 2**30
+IDS = PictureIds(1, 2, 3)
 
 
 def test_weights_of_31b_by_hand():
@@ -50,6 +53,15 @@ def test_cache_of_31b_by_hand():
     text = 4 * (2048 + 128)
     assert footprint.cache_bytes(B31, SHAPE) == 4 * 2 * 2 * by_hand + 4 * text
     assert footprint.cache_bytes(B31, replace(SHAPE, kv="fp8")) == 4 * 2 * by_hand + 4 * text
+
+
+def test_what_is_fed_for_pictures_is_counted():
+    """31B: a row of 16 bits for each token of the graphs of 8 to 1,024."""
+    assert footprint.picture_feed_bytes(B31, SHAPE) == 0
+    seeing = replace(SHAPE, vision=VisionSpec(Patches(16, 3), 8, 8, 1e-6, None, IDS, 280, 280))
+    assert footprint.picture_feed_bytes(B31, seeing) == 2 * 5376 * 3192
+    short = replace(seeing, max_len=100)
+    assert footprint.picture_feed_bytes(B31, short) == 2 * 5376 * (8 + 16 + 32 + 64 + 128)
 
 
 def test_a_copy_for_prefill_is_counted_and_its_scratch_is_not():

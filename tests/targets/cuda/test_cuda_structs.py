@@ -65,7 +65,7 @@ def declared(text: str, name: str) -> list[tuple[str, str]]:
     (body,) = re.findall(rf"^struct {name} {{ *\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
     fields = []
     for line in body.partition("__device__")[0].splitlines():  # functions come after the fields
-        if not line.strip():
+        if not line.strip() or line.startswith("#"):  # what not all variants have is the last
             continue
         found = DECLARATION.fullmatch(line.strip())
         assert found, f"{name}: what is {line!r}?"

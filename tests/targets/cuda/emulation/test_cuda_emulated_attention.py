@@ -39,6 +39,8 @@ TWO = replace(MANY, heads=4, kv_heads=2)
 """32 lanes: from twice `FIRST` on all have as many."""
 LAST = SHORT, [999_935, 999_997], LONGEST
 """The last positions that a server takes: divisions by a ring's entries are exact up to them."""
+PICTURES = (16, (3, 12), torch.bfloat16), (24, (2, 21), torch.float8_e4m3fn)
+"""Tokens of a call, those of a picture among them, and the cache's dtype."""
 NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
 
 
@@ -106,6 +108,39 @@ def test_what_a_block_sees_makes_a_difference(other):
     kv, wrong = torch.bfloat16, replace(BLOCK, **other)
     case, another = (case_of(layer, kv, [126]) for layer in (BLOCK, wrong))
     assert error(another.all_together(8), case.exact(8)) > 0.1
+
+
+@pytest.mark.parametrize("which", PICTURES, ids=["stored in attention", "stored before it"])
+def test_tokens_of_a_picture_see_each_other(which, monkeypatch):
+    """Those around it don't: at edges of chunks and tiles. The window bounds what lies before."""
+    tokens, picture, kv = which
+    case = case_of(replace(SHORT, window=12), kv, [0, 61, 120])
+    case.picture = picture
+    assert error(case.all_together(tokens), case.exact(tokens)) <= NEAR[kv]
+    fused_equals_split(case, tokens, monkeypatch)
+
+
+def test_what_a_picture_sees_makes_a_difference():
+    """No reach at all is far off. One token's changes that token alone."""
+    tokens, picture, kv = PICTURES[0]
+    case = case_of(replace(SHORT, window=12), kv, [61])
+    case.picture = picture
+    qkv, rows = case.qkv(tokens), case.rows(tokens, [61], [0])
+    right = case.call(qkv, rows)
+    causal = replace(rows, reach=61 + torch.arange(tokens).int()[None])
+    assert error(case.call(qkv, causal), case.exact(tokens)) > 0.1
+    for token, reach in ((11, 12), (3, 3)):
+        wrong = replace(rows, reach=rows.reach.clone())
+        wrong.reach[0, token] = 61 + reach
+        same = (case.call(qkv, wrong) == right).all(1)
+        assert same.tolist() == [t != token for t in range(tokens)], token
+
+
+def test_a_global_layer_knows_no_reach():
+    case = case_of(LONG, torch.bfloat16, [61])
+    plain = case.all_together(8)
+    case.picture = (2, 7)
+    assert torch.equal(case.all_together(8), plain)
 
 
 def test_a_lane_goes_on_to_its_next_chunk(monkeypatch):

@@ -1,6 +1,6 @@
-"""On a GPU: rows of a picture see each other as in the reference, a picture's soft tokens have the
-same bits whatever was encoded before, and no drafter, batch, loop or capture changes a token behind
-them."""
+"""On a GPU: rows of a picture see each other as in the reference, in decoding's kernels and by the
+library; a picture's soft tokens have the same bits whatever was encoded before; and no drafter,
+batch, loop or capture changes a token behind them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,27 @@ from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Reuse, Sequence
 from targets.arch import LayerSpec, Rope, released
 from targets.backend import snapshots_of
-from targets.cuda.cache import make_cache
-from targets.cuda.load import CudaOptions, load_target
+from targets.cuda import attention, target as cuda_target
+from targets.cuda.cache import KVCache, make_cache, read
+from targets.cuda.kernels import Kernels
+from targets.cuda.load import CudaOptions, load_target, random_target
 from targets.cuda.ops import AttentionLayer
+from targets.cuda.params import random_params
+from targets.cuda.prefill import prefill
 from targets.cuda.prefill_kernels import PrefillKernels
 from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import PrefillChunk
+from targets.cuda.reference import Reference
+from targets.cuda.target import CudaTarget
 from targets.vision.preprocessing import of_levels
+from targets.vision.rows import SoftTokens
 from targets.vision.spec import read_vision
 from tests.support.fakes import Noise, Oracle
 from tests.support.modes import MODES
 from tests.support.pictures import levels, prompt_of, words
-from tests.targets.cuda.card import randn
-from tools import seeing_mini
+from tests.targets.cuda.attention_cases import POSITIONS, Case, one_layer_of
+from tests.targets.cuda.card import KINDS, Differences, error, randn
+from tools import picture_times, seeing_mini
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +49,35 @@ TOKENS = 24
 SLIDING = LayerSpec(1024, 32, 16, 256, Rope(1e4, 128), False, None, 256, None)
 SHORT = LayerSpec(128, 16, 8, 256, Rope(1e4, 128), False, None, 256, None)
 SPANS = ((40, 320), (322, 400))
+NEAR = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 2e-3}
+"""Of attention, by the cache's dtype."""
+CALLS = [
+    pytest.param(layer, tokens, picture, id=f"{layer.window}-{tokens}")
+    for layer, tokens, picture in (
+        (SLIDING, 128, (20, 90)),
+        (SLIDING, 384, (30, 310)),
+        (SHORT, 128, (3, 125)),
+    )
+]
+"""A layer, a call's tokens, and which of these are a picture's. A ring holds a call."""
+TRUE = {"gemma-4-31b": True, "gemma-4-26b-a4b": True, "gemma-4-e4b": False}
+"""Models of true size, and whether the rows of a picture see each other."""
+LAYERS = 6
+"""Of these: five sliding ones and a global one."""
+CHUNK = 384
+EACH = [
+    ("gemma-4-31b", "fp8"),
+    ("gemma-4-31b", "bfloat16"),
+    ("gemma-4-31b", "int4"),
+    ("gemma-4-26b-a4b", "fp8"),
+    ("gemma-4-e4b", "fp8"),
+]
+TOLERANCE = {"fp8": 0.12, "bfloat16": 0.03, "int4": 0.05}
+"""Of keys and values of all layers, relative to their size: inputs have 4 bits in FP8."""
+ROUTED = 0.3
+"""The same where a router picks another expert now and then."""
+FULL = levels(672, 960)
+"""It fills every budget."""
 ONE = levels(600, 970)
 OTHER = levels(240, 400, seed=1)
 
@@ -68,6 +105,139 @@ def test_rows_of_a_picture_see_each_other(layer, start):
     own = AttentionLayer(layer, stores[1], q_norm, k_norm)
     other = causal.attend(qkv.float(), own, causal.exchange(qkv.float(), own), "bf16").values
     assert ((ours - other).norm() / other.norm()).item() > 0.1
+
+
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("layer", "tokens", "picture"), CALLS)
+def test_decodings_attention_knows_how_far_rows_see(layer, tokens, picture, kv, monkeypatch):
+    arch = one_layer_of(layer)
+    more = attention.reaching_variants(arch, int(kv == torch.float8_e4m3fn))
+    ops = Kernels(arch, POSITIONS, kv, KINDS, more)
+    case = Case(layer, kv, [0, 63, 700], ops.attention, "cuda")
+    case.picture, found = picture, []
+    for fused_from in (1, 10**9):
+        monkeypatch.setattr(attention, "FUSED_FROM_CTAS", fused_from)
+        case.fill()
+        found.append(case.all_together(tokens))
+    same = Differences()
+    same.check(*found)
+    assert same.none(), int(same.count)
+    exact = case.exact(tokens)
+    assert error(found[0], exact) <= NEAR[kv]
+    rows = case.rows(tokens, case.starts, [0, 1, 2])
+    own = rows.start[:, None] + torch.arange(tokens, device="cuda")
+    causal = case.call(case.qkv(tokens), replace(rows, reach=own.int()))
+    assert error(causal, exact) > 0.1
+
+
+class Drawn:
+    """An encoder whose rows are drawn by the picture's digest."""
+
+    def __init__(self, spec, hidden):
+        self.spec, self._hidden = spec, hidden
+
+    def encode(self, picture):
+        seed = int.from_bytes(picture.digest[:4], "big")
+        return randn(picture.tokens, self._hidden, seed=seed).bfloat16()
+
+
+def true_target(name, dtype):
+    arch = released(name)
+    arch = replace(arch, layers=arch.layers[:LAYERS], pictures_both_ways=TRUE[name])
+    spec = replace(picture_times.spec_of(name), budget=280)
+    target = random_target(arch, CudaOptions(1, 1024, dtype=dtype, chunk=CHUNK, vision=spec))
+    return seeing(target, Drawn(spec, arch.hidden))
+
+
+def seeing(target, encoder):
+    target.soft_tokens, target.vision = SoftTokens(encoder), encoder.spec
+    return target
+
+
+def evened(weights):
+    """With scores of size 1, where random weights have 16: there a query sees one key alone, and
+    which one, roundings decide."""
+    for layer in weights.layers:
+        layer.q_norm.fill_(1 / 16)
+    return weights
+
+
+def kept(cache: KVCache, stop: int) -> torch.Tensor:
+    """Keys and values of all layers, of positions before `stop` of slot 0."""
+    layers = [layer for layer in cache.layers if layer is not None]
+    parts = (part for layer in layers for part in read(layer, 0, 0, stop))
+    return torch.cat([part.float().flatten() for part in parts])
+
+
+@torch.inference_mode()
+def by_torch(target, dtype, ids, placed):
+    """The same weights in plain torch."""
+    arch, ops = target.arch, Reference(target.arch)
+    weights = evened(random_params(arch, dtype, "cuda", ops))
+    cache = make_cache(arch, 1, 1024, 128, torch.bfloat16, "cuda", 1024)
+    spans = ((placed.start, placed.stop),) if arch.pictures_both_ways else ()
+    tokens = torch.tensor(ids, dtype=torch.int32, device="cuda")
+    soft = ((placed.start, target.soft_tokens._encoder.encode(placed.picture)),)
+    chunk = PrefillChunk(tokens, 0, 0, spans=spans)
+    for _ in prefill(weights, arch, cache, chunk, ops, (), True, soft):
+        pass
+    return kept(cache, len(ids))
+
+
+@pytest.mark.parametrize("budget", [70, 280])
+@pytest.mark.parametrize(("name", "dtype"), EACH)
+def test_one_call_of_true_size_is_near_torch(name, dtype, budget, monkeypatch):
+    """And would not be, if rows of a picture saw each other less."""
+    target = true_target(name, dtype)
+    evened(target.weights)
+    own = replace(target.vision, budget=budget)
+    ids, (placed,) = prompt_of(own, words(20, 2), FULL, words(4, 3))
+    assert placed.picture.tokens == budget
+
+    def found():
+        target.prefill(Sequence(list(ids), slot=0, pictures=(placed,)), 0, len(ids))
+        return kept(target.cache, len(ids))
+
+    exact = by_torch(target, dtype, ids, placed)
+    apart = error(found(), exact)
+    assert apart < (ROUTED if target.arch.moe else TOLERANCE[dtype])
+    if target.arch.pictures_both_ways:
+        monkeypatch.setattr(cuda_target, "sees_up_to", lambda a, b, _: [*range(a, b)])
+        assert error(found(), exact) > 2 * apart
+
+
+@pytest.mark.parametrize("budget", [70, 280])
+@pytest.mark.parametrize(("name", "dtype"), EACH)
+def test_a_call_of_true_size_has_the_same_bits(name, dtype, budget):
+    """Again, behind other prompts, launched kernel by kernel, and warm."""
+    target = true_target(name, dtype)
+    own = replace(target.vision, budget=budget)
+    ids, pictures = prompt_of(own, words(20, 2), FULL, words(CHUNK - budget, 3))
+    other, others = prompt_of(target.vision, words(50, 4), ONE, words(200, 5))
+
+    def said(by, ids, pictures, cache=None):
+        everywhere = Reuse(partings=tuple(range(len(ids))))
+        seq = Sequence(list(ids), max_tokens=4, pictures=pictures, reuse=everywhere)
+        engine = Engine(by, NoDrafter(), host_cycle(by, NoDrafter(), 0), prefix_cache=cache)
+        engine.run_to_end([seq])
+        return seq, kept(by.cache, len(ids))
+
+    first, exact = said(target, ids, pictures)
+    eager = CudaTarget(target.plan, target.arch, target.weights, target.ops)
+    owner = snapshots_of(target)
+    warm = PrefixCache(owner.unit, [owner], SnapshotPool(Budget(1 << 30, 0)), "seed")
+    ways = {
+        "again": (target, None),
+        "eager": (seeing(eager, target.soft_tokens._encoder), None),
+        "cold": (target, warm),
+        "warm": (target, warm),
+    }
+    for way, (by, cache_) in ways.items():
+        said(target, other, others)
+        seq, found = said(by, ids, pictures, cache_)
+        assert seq.tokens == first.tokens, way
+        assert torch.equal(found, exact), way
+    assert seq.cached == CHUNK
 
 
 @cache

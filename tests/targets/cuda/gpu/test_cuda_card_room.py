@@ -13,7 +13,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sequence
 from targets import mini
-from targets.cuda.graphs import Captured
+from targets.cuda.graphs import Captured, GraphPool
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.out_of_memory import catching_oom
 
@@ -34,7 +34,8 @@ def no_more_than(extra: int) -> Iterator[None]:
 
 
 def test_a_capture_that_runs_out_leaves_others_usable():
-    x, pool = torch.ones(1000, device="cuda"), torch.cuda.graph_pool_handle()
+    x = torch.ones(1000, device="cuda")
+    pool = GraphPool(x.device)
     double = Captured(lambda: x * 2, pool)
     turns = 0
 
