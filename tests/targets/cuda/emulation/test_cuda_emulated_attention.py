@@ -128,6 +128,7 @@ def test_a_long_texts_lanes_are_summed_in_one_order(layer, starts, positions, mo
     same_and_near(case, kv, tokens)
     fused_equals_split(case, tokens, monkeypatch)
     together, kept = case.all_together(tokens), case.stored()
+    make_alone(monkeypatch, 48)
     for way in ((2, 2), (4, 1)):
         case.fill()
         monkeypatch.setattr(attention, "_spread", lambda *_, way=way: way)
