@@ -33,8 +33,10 @@ FARTHEST = replace(SHORT, window=None), [262_141], 262_144
 """2,048 chunks, 32 a lane."""
 MANY = replace(SHORT, window=None)
 """64 lanes: the first sixteen have six chunks of 128 each before further ones have any."""
-FIRST, EVEN = 12_288, 49_152
-"""Keys of the first sixteen lanes alone, and from which on all lanes have as many."""
+FIRST = 12_288
+"""Keys of the first sixteen lanes alone."""
+EVEN = 49_152
+"""Keys from which on all 64 lanes have as many."""
 TWO = replace(MANY, heads=4, kv_heads=2)
 """32 lanes: from twice `FIRST` on all have as many."""
 LAST = SHORT, [999_935, 999_997], LONGEST
@@ -163,6 +165,7 @@ def test_a_long_texts_lanes_are_summed_in_one_order(layer, starts, positions, mo
     same_and_near(case, kv, tokens)
     fused_equals_split(case, tokens, monkeypatch)
     together, kept = case.all_together(tokens), case.stored()
+    make_alone(monkeypatch, 48)
     for way in ((2, 2), (4, 1)):
         case.fill()
         monkeypatch.setattr(attention, "_spread", lambda *_, way=way: way)

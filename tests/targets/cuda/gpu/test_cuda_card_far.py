@@ -48,6 +48,8 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 VOCAB = 8192
+JOINING = [6_141, 12_285, 24_573]
+"""Where further lanes of heads of 512 begin, and from where all of 32 and of 64 go on alike."""
 TOKENS = 1, 5, 8
 """Rows of a sequence: plain decoding, and a verify of K = 4 and 7."""
 PLACES = [
@@ -182,6 +184,25 @@ def test_attention_is_near_float64_and_the_same_by_any_kernel(
             assert held(case) == kept, (tokens, kernel)
         ours = newest(case, tokens)
         assert error(ours, stored_by_reference(case, tokens).double()) <= STORED, tokens
+
+
+@pytest.mark.parametrize("kv", NEAR)
+@pytest.mark.parametrize("name", ["gemma-4-12b", "gemma-4-26b-a4b"])
+def test_where_lanes_join_sums_have_one_order(name, kv, monkeypatch):
+    """By either kernel, and however a column's lanes and rows are dealt to CTAs."""
+    case = case_of(name, 32_768, False, kv, JOINING)
+    for tokens in TOKENS:
+        together, kept = case.all_together(tokens), held(case)
+        assert error(together, case.exact(tokens)) <= NEAR[kv], tokens
+        for row in range(len(together)):
+            assert torch.equal(case.alone(row, tokens), together[row : row + 1]), (tokens, row)
+        for kernel, *way in (("fused", 1, 1), ("split", 1, 1), ("split", 2, 2), ("split", 4, 1)):
+            case.fill()
+            with monkeypatch.context() as patch:
+                only(patch, kernel)
+                patch.setattr(attention, "_spread", lambda *_, way=tuple(way): way)
+                assert torch.equal(case.all_together(tokens), together), (tokens, kernel, way)
+            assert held(case) == kept, (tokens, kernel, way)
 
 
 @pytest.mark.parametrize(("name", "positions", "sliding"), LAYERS)
