@@ -14,6 +14,7 @@ from hashlib import sha256
 import numpy as np
 
 from specdec.core.engine import Engine
+from specdec.core.errors import UserError
 from specdec.core.protocols import Target
 from specdec.core.stats import Acceptance
 from specdec.core.types import Array, Sampling, Sequence
@@ -52,13 +53,20 @@ def random_prompts(batch: int, length: int, vocab: int, seed: int = 0) -> list[l
 
 
 def fill(target: Target, batch: int, context: int, vocab: int) -> list[Sequence]:
-    """Prefill `batch` random texts of `context` tokens, each in its own slot."""
+    """Prefill `batch` random texts of `context` tokens, each in its own slot. Raises UserError
+    where the memory does not hold them at once."""
     seqs = []
     for slot, tokens in enumerate(random_prompts(batch, context, vocab)):
         seq = Sequence(tokens, max_tokens=ENDLESS)
         seq.slot = slot
-        for start in range(0, context, target.prefill_chunk):
-            target.prefill(seq, start, min(context, start + target.prefill_chunk))
+        try:
+            for start in range(0, context, target.prefill_chunk):
+                target.prefill(seq, start, min(context, start + target.prefill_chunk))
+        except MemoryError as problem:
+            raise UserError(
+                f"{batch} texts of {context} tokens don't fit at once ({problem}): choose fewer "
+                "--batches or shorter --contexts"
+            ) from problem
         seq.tokens.append(3)
         seqs.append(seq)
     return seqs

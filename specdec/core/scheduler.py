@@ -36,6 +36,9 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots))[::-1]
+        if self.pages is not None:  # who fed slots by itself is done
+            for slot in self.free:
+                self.pages.release(slot)
         self._least_left = True
         self.reading: Sequence | None = None
         """The sequence of which a part of a chunk has been read. Written by the engine too."""

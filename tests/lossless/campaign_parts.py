@@ -147,7 +147,8 @@ class Bench:
             draft = _assistant_draft(self.target.arch, run["assistant"], speculation.greedy)
         elif "block" in run:
             taps = tuple(self.case["features"])
-            block = block_for(self.target.arch, taps, run["block"])
+            size = 16 if self.case.get("device") == "cuda" else None  # that kernels take
+            block = block_for(self.target.arch, taps, run["block"], size)
             draft = BlockDraft(block, speculation.greedy)
         elif "head" in run:
             draft = EagleDraft(self._head(run["head"]), speculation.greedy)

@@ -62,6 +62,17 @@ def test_first_tokens_and_steps_are_sampled():
     assert len(bench.step_samples(target, seqs, 4)) == bench.STEPS
 
 
+def test_texts_that_do_not_fit_at_once_are_refused_in_one_line(monkeypatch):
+    target = FakeTarget(slots=2)
+
+    def prefill(seq, start, stop):
+        raise MemoryError("no pages are left for a text of 9 tokens")
+
+    monkeypatch.setattr(target, "prefill", prefill)
+    with pytest.raises(UserError, match="2 texts of 9 tokens .* choose fewer --batches"):
+        bench.fill(target, 2, 9, target.vocab)
+
+
 def document() -> dict:
     """A receipt's figures by hand: the forward takes 4 s at T = 1, 5 s at T = 5; 8 bytes a step at
     a bandwidth of 4."""

@@ -224,9 +224,15 @@ def grown(spec: BlockSpec, hidden: int, vocab: int, taps: tuple[int, ...]) -> Bl
     )
 
 
-def block_for(arch: Arch, taps: tuple[int, ...], form: str) -> BlockHead:
-    """A random one for any target."""
-    return random_block(grown(SPECS[form], arch.hidden, arch.vocab, taps))
+def block_for(
+    arch: Arch, taps: tuple[int, ...], form: str, head_dim: int | None = None
+) -> BlockHead:
+    """A random one for any target. head_dim: in place of the form's."""
+    spec = grown(SPECS[form], arch.hidden, arch.vocab, taps)
+    if head_dim is not None and head_dim != spec.body.head_dim:
+        rope = replace(spec.body.rope, rotated=head_dim // 2)
+        spec = replace(spec, body=replace(spec.body, head_dim=head_dim, rope=rope))
+    return random_block(spec)
 
 
 def grown_config(form: str, hidden: int, vocab: int, taps: tuple[int, ...]) -> dict[str, Any]:

@@ -32,6 +32,14 @@ def test_beside_others_one_page_stays_free():
     assert pages.has_room(38) and not pages.has_room(39)
 
 
+def test_a_new_schedulers_slots_are_empty():
+    """A bench that fed slots by itself has left its pages held."""
+    pages = Pages(PLAN, 2)
+    pages.reserve(1, 48)
+    Scheduler(2, max_waiting=1, chunk=8, pages=pages)
+    assert pages.held == [0, 0]
+
+
 def scheduler(slots: int = 3) -> Scheduler:
     return Scheduler(slots, max_waiting=9, chunk=8, pages=Pages(PLAN, slots))
 
