@@ -197,7 +197,7 @@ def test_cuda_refuses_what_will_not_fit_before_it_loads(capsys, monkeypatch):
     monkeypatch.setattr("targets.cuda.device.free_bytes", lambda: 40 * 2**30)
     arguments = ["bench", "--random", "gemma-4-31b", "--backend", "cuda", "--dtype", "fp8"]
     line = refused(capsys, *arguments, "--max-len", "8192", "--slots", "16")
-    assert "40.0 GiB are free" in line and "--slots 4 would fit" in line
+    assert "40.0 GiB are free" in line and "--slots 6 would fit" in line
 
 
 def test_neither_backend_needs_the_other_framework(worded):
