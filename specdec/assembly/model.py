@@ -65,12 +65,12 @@ def load_model(
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)
-        seen = _vision(path, config)
+        seen, blind = _vision(path, config)
         request = replace(request, features=request.features or features, vision=seen)
         config = _sized(backend, arch, path, config, request)
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    notes = (*draft.notes, *_blind(path, config))
+    notes = (*draft.notes, *blind)
     return Model(name, target, tokenizer, backend, drafters, loops, config, notes)
 
 
@@ -121,23 +121,23 @@ def _sized(
     return replace(config, max_len=backend.context(arch, path, config, request))
 
 
-def _vision(path: Path, config: ModelConfig) -> VisionSpec | None:
-    """None where no pictures are taken, with cuda on several cards too. Raises UserError for
-    pictures' options there."""
-    cards = _on_cards(config)
-    blind = cards or config.images == "off"
-    found = None if blind else read_vision(path, config.image_tokens)
+def _vision(path: Path, config: ModelConfig) -> tuple[VisionSpec | None, tuple[str, ...]]:
+    """The image side, None where no pictures are taken, and why not where the checkpoint seems to
+    have one. Raises UserError for pictures' options there."""
+    found, reason = None, ""
+    if config.images != "off":
+        try:
+            found = read_vision(path, config.image_tokens)
+        except UserError as problem:
+            if config.image_tokens is not None:
+                raise
+            reason = f"pictures are not taken: {problem}"  # the text is as good as ever
+    if found is not None and _on_cards(config):
+        found, reason = None, "pictures are taken on one GPU alone, not yet on several (--tp)"
     if found is None and config.image_tokens is not None:
-        where = " on one GPU" if cards else ""
+        where = " on one GPU" if _on_cards(config) else ""
         raise UserError(f"--image-tokens is for models that take pictures{where}: leave it out")
-    return found
-
-
-def _blind(path: Path, config: ModelConfig) -> tuple[str, ...]:
-    """What is to be said where several GPUs take no pictures though the checkpoint could."""
-    if not _on_cards(config) or config.images == "off" or read_vision(path) is None:
-        return ()
-    return ("pictures are taken on one GPU alone, not yet on several (--tp)",)
+    return found, (reason,) if reason else ()
 
 
 def _on_cards(config: ModelConfig) -> bool:

@@ -26,6 +26,17 @@ LAYER_NORM_EPS = 1e-5
 """Of the encoder-free form's norms, whatever rms_norm_eps is: torch's default."""
 ROPES = ("default", "axial")
 """Two names of the tower's rotary embedding."""
+TOWER_DEFAULTS = {
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "head_dim": 64,
+    "position_embedding_size": 10_240,
+}
+"""What a tower's `vision_config` need not say (transformers' `Gemma4VisionConfig`)."""
 RESAMPLE_BICUBIC = 3
 """Pillow's number of bicubic resizing."""
 
@@ -129,6 +140,7 @@ def _listed() -> str:
 def _parse(config: dict[str, Any], vision: dict[str, Any], processor: dict[str, Any]) -> VisionSpec:
     _check_processor(processor)
     free = "mm_embed_dim" in vision
+    vision = vision if free else TOWER_DEFAULTS | vision
     side, pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
     named = (
         processor.get("max_soft_tokens"),

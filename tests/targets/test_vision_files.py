@@ -176,3 +176,29 @@ def test_the_image_side_stays_on_disk(tmp_path):
     for wrong in (replace(config, image_tokens=70), replace(config, model="mini", image_tokens=70)):
         with pytest.raises(UserError, match="--image-tokens is for models that take pictures"):
             load_model(wrong, plain)
+
+
+def test_a_checkpoint_whose_image_side_makes_no_sense_says_its_text(tmp_path):
+    """The start says why no pictures are taken; who asked for them is refused."""
+    folder = seeing_mini.write(tmp_path / "seeing")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["position_embedding_size"] = 8
+    (folder / "config.json").write_text(json.dumps(config))
+    plain = SpeculationConfig(drafter="none", k=0)
+    asked = ModelConfig(str(folder), slots=1, max_len=256)
+    model = load_model(asked, plain)
+    assert model.target.vision is None
+    assert [note for note in model.notes if "pictures are not taken" in note and "8" in note]
+    with pytest.raises(UserError, match="this model's table has 8"):
+        load_model(replace(asked, image_tokens=70), plain)
+
+
+def test_what_a_towers_config_leaves_out_is_transformers_default(tmp_path):
+    folder = seeing_mini.write(tmp_path / "seeing")
+    config = json.loads((folder / "config.json").read_text())
+    named = read_vision(folder)
+    assert named is not None and named.tower is not None
+    del config["vision_config"]["pooling_kernel_size"], config["vision_config"]["patch_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    found = read_vision(folder)
+    assert found is not None and (found.patches.side, found.patches.pool) == (16, 3)
