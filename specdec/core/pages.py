@@ -33,10 +33,15 @@ class PagePlan:
         """Pages of a text."""
         return -(-min(tokens + self.ahead, self.longest) // self.page)
 
+    @property
+    def most(self) -> int:
+        """Pages of the longest text."""
+        return self.needed(self.longest)
+
     def least(self, slots: int) -> int:
         """Pages without which a start makes no sense: for the longest text, and for a short one in
         every slot with one to grow."""
-        return max(self.needed(self.longest), slots * self.needed(SHORT_TEXT) + 1)
+        return max(self.most, slots * self.needed(SHORT_TEXT) + 1)
 
     def texts(self, tokens: int, slots: int) -> int:
         """How many texts of so many tokens there is room for at once."""

@@ -97,7 +97,7 @@ def make_cache(
     sizes = [entries(layer, max_len, slack, first) for layer in own]
     paged = isinstance(pages, MappedPages)
     if paged:
-        whole = -(-pages.plan.longest // pages.plan.page) * pages.plan.page
+        whole = pages.plan.most * pages.plan.page
         sizes = [size if layer.window else whole for size, layer in zip(sizes, own, strict=True)]
     shapes = [_shapes(layer, slots, size) for layer, size in zip(own, sizes, strict=True)]
     growing = [

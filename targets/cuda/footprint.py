@@ -12,7 +12,7 @@ from math import prod
 
 from specdec.core.errors import UserError
 from specdec.core.pages import PagePlan
-from targets.arch import Arch
+from targets.arch import Arch, LayerSpec
 from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, entries, padded_head, slack_of
@@ -152,12 +152,24 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
 def cache_bytes(arch: Arch, shape: TargetShape) -> int:
     """Bytes of keys, values and fed tokens, for all slots."""
     slack, first = slack_of(shape.chunk, SHORT), _first_rows(shape)
-    total = 4 * max(shape.max_len + slack, first)
-    for layer in arch.layers:
-        if layer.kv_from is None:
-            held = layer.kv_heads * entries(layer, shape.max_len, slack, first)
-            total += 2 * held * padded_head(layer.head_dim) * KV[shape.kv]
-    return shape.slots * total
+    fed = 4 * max(shape.max_len + slack, first)
+    own = (layer for layer in arch.layers if layer.kv_from is None)
+    return shape.slots * (fed + sum(_slot_bytes(layer, shape) for layer in own))
+
+
+def _slot_bytes(layer: LayerSpec, shape: TargetShape) -> int:
+    """Bytes of a slot's keys and values in a layer that has its own."""
+    return _held(layer, shape) * _position_bytes(layer, shape)
+
+
+def _held(layer: LayerSpec, shape: TargetShape) -> int:
+    """Entries of a slot."""
+    return entries(layer, shape.max_len, slack_of(shape.chunk, SHORT), _first_rows(shape))
+
+
+def _position_bytes(layer: LayerSpec, shape: TargetShape) -> int:
+    """Bytes of a position's keys and values, of all heads."""
+    return 2 * layer.kv_heads * padded_head(layer.head_dim) * KV[shape.kv]
 
 
 def fitted(
@@ -184,16 +196,14 @@ def _paged(arch: Arch, shape: TargetShape, free: int, short: int) -> PagePlan | 
     """Pages of what is free beside all else, less a part for kept prompts; None where it is too
     little."""
     layers = [layer for layer in arch.layers if layer.kv_from is None and not layer.window]
-    slack, first = slack_of(shape.chunk, SHORT), _first_rows(shape)
-    sizes = [padded_head(layer.head_dim) * KV[shape.kv] for layer in layers]
-    whole = [entries(layer, shape.max_len, slack, first) for layer in layers]
-    heads = [2 * layer.kv_heads * size for layer, size in zip(layers, sizes, strict=True)]
-    growing = sum(count * size for count, size in zip(whole, heads, strict=True))
+    growing = sum(_slot_bytes(layer, shape) for layer in layers)
     beside = free - need(arch, shape).total + shape.slots * growing
-    page = page_of(sizes)
-    total = (beside - beside // KEPT_SHARE) // (page * sum(heads))
+    page = page_of([padded_head(layer.head_dim) * KV[shape.kv] for layer in layers])
+    each = page * sum(_position_bytes(layer, shape) for layer in layers)
+    total = (beside - beside // KEPT_SHARE) // each
+    longest = max(_held(layer, shape) for layer in layers)
     ahead = max(padding_of(short), 2 * shape.width)  # a device loop is a cycle ahead of the host
-    plan = PagePlan(page, total, ahead, max(whole), FINE, mapped=True)
+    plan = PagePlan(page, total, ahead, longest, FINE, mapped=True)
     return plan if total >= plan.least(shape.slots) else None
 
 

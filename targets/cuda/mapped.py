@@ -69,12 +69,11 @@ class MappedPages(Pages):
     def _reserved(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Region:
         slots, heads = shape[:2]
         head_bytes = prod(shape[2:]) * dtype.itemsize
-        pages = -(-self.plan.longest // self.plan.page)
-        assert head_bytes % (GRANULE * pages) == 0, (shape, dtype, self.plan)
+        assert head_bytes % (GRANULE * self.plan.most) == 0, (shape, dtype, self.plan)
         size = slots * heads * head_bytes
         address = int(call(driver().cuMemAddressReserve(size, GRANULE, 0, 0)))
         self._space.append((address, size))
-        return _Region(address, heads, head_bytes, head_bytes // pages)
+        return _Region(address, heads, head_bytes, head_bytes // self.plan.most)
 
     def _create(self, count: int) -> None:
         """The memory of all pages, `count` granules each."""
