@@ -95,6 +95,9 @@ class TargetRequest:
     no wider than it is fed."""
     extra_bytes: Callable[[Any], int] = lambda shape: 0
     """Bytes of GPU memory for the drafter, for `targets.cuda.footprint.TargetShape`."""
+    pages: bool = True
+    """Whether slots may hold pages where the longest text of each has no room. An engine gives back
+    the pages of its target alone, not a draft model's."""
 
 
 class Meter(Protocol):

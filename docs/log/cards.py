@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +48,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=30000, help="of the campaign; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timed", action="store_true", help="times too")
+    parser.add_argument("--auto-with", default="none", help="a drafter with weights")
+    parser.add_argument("--draft-model", help="a public model, for --auto-with model")
     return parser.parse_args()
 
 
@@ -56,16 +57,16 @@ def model_of(asked: argparse.Namespace, tp: int, slots: int = 8, max_len: int = 
     began = time.perf_counter()
     kv = {"kv_dtype": asked.kv_dtype, "dtype": asked.dtype, "max_len": max_len}
     config = ModelConfig(asked.name, backend="cuda", slots=slots, tp=tp, **kv)
-    model = random_model(asked.name, config, speculation("auto", MOST_K))
+    model = random_model(asked.name, config, speculation(asked, "auto", MOST_K))
     print(f"{tp} cards: loaded in {time.perf_counter() - began:.1f} s", flush=True)
     return model
 
 
-@cache
-def speculation(drafter: str, k: int, loop: str | None = None):
-    return registry.resolved(
-        registry.config_type()(drafter=drafter, k=k, loop=loop), ModelConfig("x"), random=True
-    )
+def speculation(asked: argparse.Namespace, drafter: str, k: int, loop: str | None = None):
+    weighted = asked.auto_with if drafter == "auto" else None
+    own = {"draft_model": asked.draft_model} if drafter in ("auto", asked.auto_with) else {}
+    made = registry.config_type()(drafter=drafter, k=k, loop=loop, auto_with=weighted, **own)
+    return registry.resolved(made, ModelConfig("x"), random=True)
 
 
 def rows(random: np.random.Generator, count: int, vocab: int) -> list[Sequence]:
@@ -93,17 +94,20 @@ def rows(random: np.random.Generator, count: int, vocab: int) -> list[Sequence]:
     return made
 
 
-def played(model: Model, number: int, vocab: int) -> tuple[list[list[int]], list[list[Any]], str]:
+def played(
+    asked: argparse.Namespace, model: Model, number: int, vocab: int
+) -> tuple[list[list[int]], list[list[Any]], str]:
     """The ids and log-probabilities of a round, and what it was."""
     random = np.random.default_rng(number)
-    drafter = str(random.choice(["none", "ngram", "suffix", "auto"]))
+    weighted = [] if asked.auto_with == "none" else [asked.auto_with] * 2
+    drafter = str(random.choice(["none", "ngram", "suffix", "auto", *weighted]))
     loop = str(random.choice(["host", "device"]))
     if (drafter, loop) == ("suffix", "device"):
         drafter = "auto"
     k = int(random.integers(1, MOST_K + 1)) if drafter != "none" else 0
     if drafter not in model.drafters:
         drafter = "auto"
-    engine = make_engine(model, speculation(drafter, k, loop))
+    engine = make_engine(model, speculation(asked, drafter, k, loop))
     seqs = rows(random, int(random.integers(1, 14)), vocab)
     for seq in seqs:
         engine.submit(seq)
@@ -122,8 +126,8 @@ def campaign(asked: argparse.Namespace, one: Model, several: Model) -> None:
     tokens = number = wrong = 0
     rounds: dict[str, int] = {}
     while tokens < asked.tokens:
-        ours, details, what = played(several, asked.seed + number, one.target.vocab)
-        theirs, expected, _ = played(one, asked.seed + number, one.target.vocab)
+        ours, details, what = played(asked, several, asked.seed + number, one.target.vocab)
+        theirs, expected, _ = played(asked, one, asked.seed + number, one.target.vocab)
         made = sum(map(len, details))
         wrong += ours != theirs or details != expected
         if ours != theirs:
@@ -135,10 +139,10 @@ def campaign(asked: argparse.Namespace, one: Model, several: Model) -> None:
     print(f"{tokens} tokens in {number} rounds {rounds}: {wrong} differ")
 
 
-def long_prompt(several: Model) -> None:
+def long_prompt(asked: argparse.Namespace, several: Model) -> None:
     """Cold, warm, and warm beside others."""
     prefix = PrefixConfig()
-    engine = make_engine(several, speculation("auto", MOST_K), prefix=prefix)
+    engine = make_engine(several, speculation(asked, "auto", MOST_K), prefix=prefix)
     text = np.random.default_rng(1).integers(3, 5000, 5000).tolist()
     answers = []
     for beside in (0, 0, 5):
@@ -194,14 +198,20 @@ def verify_ms(model: Model, width: int) -> float:
     return (time.perf_counter() - began) / TIMED * 1e3
 
 
-def timed(model: Model, tp: int) -> None:
-    plain = speculation("none", 0)
+def timed(asked: argparse.Namespace, model: Model, tp: int) -> None:
+    plain = speculation(asked, "none", 0)
     began = time.perf_counter()
     engine = serving_engine(model, plain, 256, PrefixConfig(prefix_cache=False))
     print(f"{tp} cards: warm after {time.perf_counter() - began:.1f} s")
     for count in (1, 8):
         ms = step_ms(engine, count)
         print(f"{tp} cards, {count} rows: {ms:.3f} ms a step, {count / ms * 1e3:.1f} tok/s")
+    for k in (3, 7) if asked.auto_with != "none" else ():
+        own = speculation(asked, asked.auto_with, k)
+        drafting = serving_engine(model, own, 256, PrefixConfig(prefix_cache=False))
+        for count in (1, 8):
+            ms = step_ms(drafting, count)
+            print(f"{tp} cards, {count} rows, {asked.auto_with} K = {k}: {ms:.3f} ms a cycle")
     widths = {width: verify_ms(model, width) for width in (1, 5, 8)}
     print(f"{tp} cards, verify by host: { ({w: round(ms, 3) for w, ms in widths.items()}) } ms")
     for length in (128, 512, 1000, 8192):
@@ -213,11 +223,11 @@ def main() -> None:
     print(f"{asked}, {torch.cuda.get_device_name()} x {torch.cuda.device_count()}", flush=True)
     one, several = model_of(asked, 1), model_of(asked, asked.tp)
     if asked.timed:
-        timed(one, 1)
-        timed(several, asked.tp)
+        timed(asked, one, 1)
+        timed(asked, several, asked.tp)
     if asked.tokens:
         campaign(asked, one, several)
-        long_prompt(several)
+        long_prompt(asked, several)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,19 @@ def _beside_jax(draft: AssistantDraft, target: Any, config: ModelConfig) -> Plac
 
 def _beside_cuda(draft: AssistantDraft, target: Any, config: ModelConfig) -> PlacedDrafter:
     from drafters.assistant.cuda.drafter import AssistantDraftHead
-    from drafters.assistant.cuda.model import placed
+    from drafters.assistant.cuda.model import exchange_beside, placed
+    from drafters.cards import DividedHeads, place_on_each
     from targets.cuda.host_drafter import DeviceHead, HostHead
 
-    model = placed(draft.assistant, target, draft.ahead)
-    return PlacedDrafter(lambda k: HostHead(AssistantDraftHead(model, draft.greedy)), DeviceHead)
+    exchange = exchange_beside(draft.assistant.spec, target)
+
+    def place(rank: Any) -> PlacedDrafter:
+        model = placed(draft.assistant, rank, draft.ahead, exchange)
+        return PlacedDrafter(
+            lambda k: HostHead(AssistantDraftHead(model, draft.greedy)), DeviceHead
+        )
+
+    return place_on_each(target, place, DividedHeads)
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:

@@ -56,13 +56,16 @@ class RepeatedChoice:
 
 
 def on_device(
-    chooser: LateChooser, text: DeviceDrafter | OnCards, weighted: DeviceDrafter | None
+    chooser: LateChooser, text: DeviceDrafter | OnCards, weighted: DeviceDrafter | OnCards | None
 ) -> DeviceAuto | OnCards:
     """The device loop's drafter, or one of each card."""
     if not isinstance(text, OnCards):
+        assert not isinstance(weighted, OnCards)
         return DeviceAuto(chooser, text, weighted)
-    choosers = [chooser, *[RepeatedChoice(chooser)] * (len(text.each) - 1)]
-    return OnCards([DeviceAuto(c, own, None) for c, own in zip(choosers, text.each, strict=True)])
+    count = len(text.each)
+    choosers = [chooser, *[RepeatedChoice(chooser)] * (count - 1)]
+    own = weighted.each if isinstance(weighted, OnCards) else [None] * count
+    return OnCards([DeviceAuto(*parts) for parts in zip(choosers, text.each, own, strict=True)])
 
 
 class DeviceAuto:

@@ -65,20 +65,21 @@ def _beside_jax(draft: BlockDraft, target: Any) -> PlacedDrafter:
 
 
 def _beside_cuda(draft: BlockDraft, target: Any) -> PlacedDrafter:
+    from drafters.cards import place_on_each
     from drafters.dflash.cuda.drafter import BlockDraftHead
     from drafters.dflash.cuda.model import placed
     from drafters.dflash.cuda.snapshots import BlockSnapshots
     from targets.cuda.host_drafter import DeviceHead, HostHead
 
-    model = placed(draft.head, target)
+    def place(rank: Any) -> PlacedDrafter:
+        model = placed(draft.head, rank)
+        return PlacedDrafter(
+            lambda k: HostHead(BlockDraftHead(model, draft.greedy)),
+            DeviceHead,
+            lambda drafter, unit: BlockSnapshots(drafter.head),
+        )
 
-    def make(k: int) -> HostHead[BlockDraftHead]:
-        return HostHead(BlockDraftHead(model, draft.greedy))
-
-    def snapshots(drafter: HostHead[BlockDraftHead], unit: int) -> BlockSnapshots:
-        return BlockSnapshots(drafter.head)
-
-    return PlacedDrafter(make, DeviceHead, snapshots)
+    return place_on_each(target, place)
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:

@@ -76,20 +76,21 @@ def _beside_jax(draft: EagleDraft, target: Any) -> PlacedDrafter:
 
 
 def _beside_cuda(draft: EagleDraft, target: Any) -> PlacedDrafter:
+    from drafters.cards import place_on_each
     from drafters.eagle3.cuda.drafter import EagleDraftHead
     from drafters.eagle3.cuda.head import placed
     from drafters.eagle3.cuda.snapshots import EagleSnapshots
     from targets.cuda.host_drafter import DeviceHead, HostHead
 
-    model = placed(draft.head, target)
+    def place(rank: Any) -> PlacedDrafter:
+        model = placed(draft.head, rank)
+        return PlacedDrafter(
+            lambda k: HostHead(EagleDraftHead(model, k, draft.greedy)),
+            DeviceHead,
+            lambda drafter, unit: EagleSnapshots(drafter.head),
+        )
 
-    def make(k: int) -> HostHead[EagleDraftHead]:
-        return HostHead(EagleDraftHead(model, k, draft.greedy))
-
-    def snapshots(drafter: HostHead[EagleDraftHead], unit: int) -> EagleSnapshots:
-        return EagleSnapshots(drafter.head)
-
-    return PlacedDrafter(make, DeviceHead, snapshots)
+    return place_on_each(target, place)
 
 
 def _resolve(speculation: SpeculationConfig, model: str, random: bool) -> SpeculationConfig:

@@ -36,15 +36,26 @@ class ModelDraft:
     def extra_bytes(self, shape: Any) -> int:
         return 0  # it is loaded after the target, and counted then
 
-    def place(self, backend: Backend, target: LoadedTarget, config: ModelConfig) -> PlacedDrafter:
-        """As many slots as the target's, and as much of the context as the draft model takes."""
-        own = replace(config, max_len=min(target.max_len, self.arch.max_position))
-        request = TargetRequest(k=CATCH_UP - 1, suppress=self.suppress, exact=False)
+    def place(self, backend: Backend, target: Any, config: ModelConfig) -> PlacedDrafter:
+        """As many slots as the target's, and as much of the context as the draft model takes; of a
+        model on several cards each has the whole draft model."""
+        longest = min(target.max_len, self.arch.max_position)
+        if config.backend == "jax":
+            return placed(
+                self._loaded(backend, replace(config, max_len=longest)), target, self.greedy
+            )
+        from drafters.cards import place_on_each
+
+        own = replace(config, max_len=longest, tp=1)
+        return place_on_each(
+            target, lambda rank: placed(self._loaded(backend, own), rank, self.greedy)
+        )
+
+    def _loaded(self, backend: Backend, config: ModelConfig) -> LoadedTarget:
+        request = TargetRequest(k=CATCH_UP - 1, suppress=self.suppress, exact=False, pages=False)
         if self.path is None:
-            model = backend.random(self.arch, own, request, seed=1)
-        else:
-            model = backend.load(self.path, own, request)
-        return placed(model, target, self.greedy)
+            return backend.random(self.arch, config, request, seed=1)
+        return backend.load(self.path, config, request)
 
 
 def placed(model: Any, target: Any, greedy: bool) -> PlacedDrafter:

@@ -103,12 +103,6 @@ def _asked(
     backend, kind = backend_of(config, speculation.loop), registry.find(speculation.drafter)
     loops = backend.loops(config)
     kind.refuse(speculation.loop or loops[0], config.backend)
-    weighted = kind.weighted_name(speculation)
-    if config.backend == "cuda" and config.tp > 1 and weighted is not None:
-        raise UserError(
-            f"the drafter {weighted} runs beside a model on one card: with --tp use --drafter auto "
-            "--auto-with none, suffix, ngram or none"
-        )
     return backend, kind, loops
 
 

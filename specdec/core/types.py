@@ -289,7 +289,8 @@ class Step:
     """[B, T] int32."""
     features: Array | None = None
     """[at least B, at least T, F] with padding at the end, or None if the target was loaded without
-    features. Rows are in the order that `by_slot` determines."""
+    features; of a model on several cards a tuple with each card's. Rows are in the order that
+    `by_slot` determines."""
     logprobs: LogprobRows | None = None
     """Only if a sequence has `sampling.logprobs`."""
     by_slot: bool = False

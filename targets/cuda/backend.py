@@ -68,7 +68,6 @@ class CudaBackend:
     ) -> int:
         _check(config)
         from targets.checkpoint import Checkpoint
-        from targets.cuda.device import free_bytes
         from targets.cuda.footprint import need
         from targets.cuda.load import LONGEST, make_plan, plan_of
         from targets.memory import STEP, default_context, host_free
@@ -78,12 +77,15 @@ class CudaBackend:
             plan = make_plan(arch, shortest, "bfloat16")
         else:
             plan = plan_of(Checkpoint(path, arch), arch, shortest)
-        shape = _shape(shortest, plan)
-        free = host_free() if shortest.device == "cpu" else free_bytes()
+        shape, limit = _shape(shortest, plan), arch.max_position
+        if shortest.device == "cpu":
+            own, free = arch, host_free()
+        else:
+            own, free = _of_each(arch, shortest, plan, config.tp)
+            limit = min(limit, LONGEST)
         if free is not None:
             free -= request.extra_bytes(replace(shape, max_len=arch.max_position))
-        limit = arch.max_position if shortest.device == "cpu" else min(arch.max_position, LONGEST)
-        return default_context(limit, free, lambda n: need(arch, replace(shape, max_len=n)))
+        return default_context(limit, free, lambda n: need(own, replace(shape, max_len=n)))
 
     def load(
         self, path: Path, config: ModelConfig, request: TargetRequest
@@ -194,7 +196,7 @@ def _pages(
     shape = _shape(options, plan)
     own, free = _of_each(arch, options, plan, cards)
     short = plan.short if cards == 1 else SHORT
-    return fitted(own, shape, free, request.extra_bytes(shape), short)
+    return fitted(own, shape, free, request.extra_bytes(shape), short, request.pages)
 
 
 def _of_each(arch: Arch, options: CudaOptions, plan: Plan, cards: int) -> tuple[Arch, int]:

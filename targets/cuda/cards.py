@@ -9,6 +9,7 @@ first one's is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seqs
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -67,7 +68,7 @@ class CardsTarget:
             self._on_each(lambda rank: rank.prepare_prefill(start, stop))
         parts = [rank.enqueued_parts(seq, start, stop) for rank in self.ranks]
         for reads in self._in_turns(parts):
-            yield reads[0] and on_card(self.ranks[0], reads[0])
+            yield reads[0] and self._with_features(self._read(reads))
 
     def together(self, lengths: Seqs[int]) -> list[int]:
         return self.ranks[0].together(lengths)
@@ -79,8 +80,8 @@ class CardsTarget:
             for seq in seqs:
                 self.reserve(seq.slot, seq.prompt_len)
             self._on_each(lambda rank: rank.prepare_all(seqs))
-            reads = self._on_each(lambda rank: rank.enqueue_all(seqs))
-            return on_card(self.ranks[0], reads[0])
+            read = self._read(self._on_each(lambda rank: rank.enqueue_all(seqs)))
+            return [self._with_features(steps) for steps in zip(*read, strict=True)]
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         if draft.shape[1] > self.max_draft:
@@ -90,7 +91,7 @@ class CardsTarget:
                 self.reserve(seq.slot, len(seq.tokens))
             self._on_each(lambda rank: rank.prepare_verify(seqs, draft))
             *_, results = self._in_turns([r.enqueued_verify(seqs, draft) for r in self.ranks])
-            return on_card(self.ranks[0], partial(read_step, results[0]))
+            return self._with_features(self._read([partial(read_step, own) for own in results]))
 
     def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
         """As `CudaTarget.forward`, of the first card."""
@@ -116,6 +117,16 @@ class CardsTarget:
     def _on_each(self, work: Callable[[CudaTarget], Result]) -> list[Result]:
         """Enqueue on each card in turn."""
         return [on_card(rank, partial(work, rank)) for rank in self.ranks]
+
+    def _read(self, reads: Seqs[Callable[[], Result]]) -> list[Result]:
+        """Results of the first card, and of the others where drafters take features from them."""
+        readers = self.ranks if self.plan.features else self.ranks[:1]
+        return [on_card(rank, read) for rank, read in zip(readers, reads, strict=False)]
+
+    def _with_features(self, steps: Seqs[Step]) -> Step:
+        """The first card's step, with a tuple of every card's features."""
+        features = tuple(step.features for step in steps) if self.plan.features else None
+        return replace(steps[0], features=features)
 
     def _in_turns(self, parts: list[Iterator[Any]]) -> Iterator[list[Any]]:
         """Each card's next part, once it is enqueued on all."""

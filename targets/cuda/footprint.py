@@ -173,22 +173,27 @@ def _position_bytes(layer: LayerSpec, shape: TargetShape) -> int:
 
 
 def fitted(
-    arch: Arch, shape: TargetShape, free: int, drafter: int = 0, short: int = SHORT
+    arch: Arch,
+    shape: TargetShape,
+    free: int,
+    drafter: int = 0,
+    short: int = SHORT,
+    pages: bool = True,
 ) -> PagePlan | None:
     """Pages of the cache where the longest text of every slot does not fit into `free` bytes; None
-    where it does. drafter: bytes of them that the drafter takes. short: `Plan.short`. Raises
-    UserError, with what would fit, where one such text and a short one in every other slot are too
-    much."""
+    where it does. drafter: bytes of them that the drafter takes. short: `Plan.short`. pages:
+    whether slots may hold some. Raises UserError, with what would fit, where one such text and a
+    short one in every other slot are too much."""
     needed, free = need(arch, shape), free - drafter
     if needed.total <= free:
         return None
-    plan = _paged(arch, shape, free, short)
+    plan = _paged(arch, shape, free, short) if pages else None
     if plan is not None:
         return plan
     beside = f" beside {gib(drafter)} for the drafter" if drafter else ""
     raise UserError(
         f"this needs {needed} of GPU memory but {gib(free)} are free"
-        f"{beside}: {_remedy(arch, shape, free, short)}"
+        f"{beside}: {_remedy(arch, shape, free, short, pages)}"
     )
 
 
@@ -207,10 +212,12 @@ def _paged(arch: Arch, shape: TargetShape, free: int, short: int) -> PagePlan | 
     return plan if total >= plan.least(shape.slots) else None
 
 
-def _remedy(arch: Arch, shape: TargetShape, free: int, short: int) -> str:
+def _remedy(arch: Arch, shape: TargetShape, free: int, short: int, pages: bool) -> str:
     def fits(**change: int) -> bool:
         other = replace(shape, **change)
-        return need(arch, other).total <= free or _paged(arch, other, free, short) is not None
+        if need(arch, other).total <= free:
+            return True
+        return pages and _paged(arch, other, free, short) is not None
 
     offers = []
     longest = CHUNK * largest(lambda n: fits(max_len=n * CHUNK), shape.max_len // CHUNK)

@@ -12,7 +12,7 @@ import torch
 from specdec.core.types import Array, CycleChoice, Proposal, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
-from targets.cuda.target import CudaTarget
+from targets.cuda.target import CudaTarget, sampler_needed
 from targets.sampling_params import SamplingTable
 
 NO_FEATURES = "the target was loaded without the layers that the head reads"
@@ -58,8 +58,16 @@ class HostHead(Generic[Head]):
         self.head.prefill(seq, start, stop, step)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
+        return self.read(self.enqueued(seqs, k))
+
+    def enqueued(self, seqs: Seqs[Sequence], k: int) -> Rows:
+        """`propose` on the device."""
         rows = self.target.draft_rows(seqs, k)
-        self.head.propose(rows, any(seq.sampling.needs_sampler for seq in seqs))
+        self.head.propose(rows, sampler_needed(seqs))
+        return rows
+
+    def read(self, rows: Rows) -> Proposal:
+        """Wait for the guesses."""
         return Proposal(rows.tokens[:, 1:].cpu().numpy())
 
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:

@@ -301,7 +301,7 @@ def make_ops(
         more |= reaching_variants(arch, int(plan.kv_dtype == "fp8"))
     common = plan.positions, kv, _kinds(arch, plan), more
     ops = Kernels(arch, *common) if kernels is None else kernels(*common)
-    compiled()  # now, not within the first request
+    compiled(torch.cuda.current_device())  # now, not within the first request
     return ops
 
 

@@ -112,7 +112,7 @@ def load_params(
             return narrow
         return check_sound((dequantised(stored, values), None), checkpoint.path, name)
 
-    with ThreadPoolExecutor(READERS) as readers:
+    with _readers(device) as readers:
 
         def each(make: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
             return list(readers.map(make, items))
@@ -121,6 +121,16 @@ def load_params(
         return _build(
             arch, Reader(source, all_tensors(arch), dtype, ops, Staging(device), rounds, cut), each
         )
+
+
+def _readers(device: str) -> ThreadPoolExecutor:
+    """Threads that read to this device. A thread of its own has the first GPU as the current one,
+    and kernels that order weights are launched on that."""
+    if device == "cpu":
+        return ThreadPoolExecutor(READERS)
+    chosen = torch.device(device).index
+    current = torch.cuda.current_device() if chosen is None else chosen
+    return ThreadPoolExecutor(READERS, initializer=torch.cuda.set_device, initargs=(current,))
 
 
 def random_params(

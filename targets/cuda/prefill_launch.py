@@ -25,7 +25,7 @@ class PrefillLauncher:
     """Room for results, and launches without programmatic overlap: cuBLAS runs in between."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.run = device, partial(compiled(), pdl=False)
+        self.device, self.run = device, partial(compiled(torch.cuda.current_device()), pdl=False)
 
     def input(self, rows: int, width: int, kind: str) -> PrefillInput:
         """Room for the input [rows, width] of a weight of this kind."""
@@ -52,8 +52,9 @@ class PrefillLauncher:
 
 
 @cache
-def compiled() -> Launcher:
-    """All kernels of a prefill, for the current device."""
+def compiled(device: int) -> Launcher:
+    """All kernels of a prefill, for this GPU, the current one."""
+    assert device == torch.cuda.current_device(), device
     return Launcher(Library(variants()))
 
 

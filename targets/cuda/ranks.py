@@ -97,12 +97,17 @@ def refuse_ranks(arch: Arch, count: int) -> None:
             "--tp above 1 takes the dense models 12B and 31B: for others run a server per card "
             "behind a load balancer, which serves more users as well"
         )
+    refuse_layers(arch, count)
+
+
+def refuse_layers(arch: Arch, count: int, owner: str = "") -> None:
+    """Raises UserError for layers that so many cards can't share. owner: if not the target's."""
     for number, layer in enumerate(arch.layers):
         sizes = layer.ffw, layer.heads * layer.head_dim
         uneven = layer.heads % count or (layer.kv_heads % count and count % layer.kv_heads)
         if uneven or any(size % (EIGHTHS * INPUTS) for size in sizes):
             raise UserError(
-                f"{count} cards can't share layer {number}: it has {layer.heads} heads of "
+                f"{count} cards can't share layer {number}{owner}: it has {layer.heads} heads of "
                 f"{layer.head_dim}, {layer.kv_heads} K/V heads and {layer.ffw} features"
             )
 
@@ -126,7 +131,7 @@ class RankKernels(Kernels):
         read = kinds | ({"w8a8"} if "fp8" in kinds else set())
         norms = {norm_variant(kind, rank.arch.hidden, rank.count) for kind in read}
         super().__init__(rank.own, max_len, kv, kinds, more | norms)
-        self._rank, self._inboxes, self._turn = rank, inboxes, 0
+        self.rank, self._inboxes, self._turn = rank, inboxes, 0
         self._one = torch.ones(rank.arch.hidden, device=self.device)
         self._groups = _groups_of(rank)
         pack, pack_codes = self._gemm.pack, self._gemm.pack_codes
@@ -142,8 +147,12 @@ class RankKernels(Kernels):
     def _groups_for(self, n: int, layout: str) -> int | None:
         return self.k_groups if layout == "row_parallel" else self._groups.get((n, layout))
 
-    def embed(self, head: Linear, rows: Rows, texts: Tensor | None = None) -> Tensor:
+    def begin(self) -> None:
+        """A forward begins: all cards use the same inboxes for the same branch."""
         self._turn = 0
+
+    def embed(self, head: Linear, rows: Rows, texts: Tensor | None = None) -> Tensor:
+        self.begin()
         return super().embed(head, rows, texts)
 
     def branch(self, x: Input, weight: Linear) -> PartialSum:

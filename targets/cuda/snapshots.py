@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence as Seqs
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,33 +183,49 @@ class CardsSnapshot:
 
 
 class CardsSnapshots:
+    """`Snapshots` of an owner that has a part on each of several cards."""
+
+    def __init__(self, ranks: Seqs[CudaTarget], each: Seqs[Any]) -> None:
+        """each: a card's own `Snapshots`, in the order of the ranks."""
+        self._cards = list(zip(ranks, each, strict=True))
+
+    def take_chunk(self, seq: Sequence, start: int, stop: int) -> CardsSnapshot | None:
+        return self._taken(lambda own: own.take_chunk(seq, start, stop))
+
+    def take_boundary(self, seq: Sequence, stop: int) -> CardsSnapshot | None:
+        return self._taken(lambda own: own.take_boundary(seq, stop))
+
+    def restore(
+        self,
+        seq: Sequence,
+        stop: int,
+        chunks: Seqs[CardsSnapshot | None],
+        boundary: CardsSnapshot | None,
+    ) -> None:
+        for number, (rank, own) in enumerate(self._cards):
+            parts = [chunk and chunk.each[number] for chunk in chunks]
+            common = seq, stop, parts, boundary and boundary.each[number]
+            on_card(rank, partial(own.restore, *common))
+
+    def _taken(self, take: Callable[[Any], TensorSnapshot | None]) -> CardsSnapshot | None:
+        """None where the cards keep nothing: what they keep follows from the text alone."""
+        found = [on_card(rank, partial(take, own)) for rank, own in self._cards]
+        kept = tuple(part for part in found if part is not None)
+        return CardsSnapshot(kept) if kept else None
+
+
+class CardsTargetSnapshots(CardsSnapshots):
     """`TargetSnapshots` of a model on several cards."""
 
     def __init__(self, cards: CardsTarget) -> None:
-        self._cards = [(rank, SlotSnapshots(rank)) for rank in cards.ranks]
-        self.unit = self._cards[0][1].unit
+        each = [SlotSnapshots(rank) for rank in cards.ranks]
+        super().__init__(cards.ranks, each)
+        self.unit = each[0].unit
 
     def spare_bytes(self) -> int:
         return min(on_card(rank, own.spare_bytes) for rank, own in self._cards)
 
-    def take_chunk(self, seq: Sequence, start: int, stop: int) -> CardsSnapshot:
-        return self._taken(lambda own: own.take_chunk(seq, start, stop))
 
-    def take_boundary(self, seq: Sequence, stop: int) -> CardsSnapshot:
-        return self._taken(lambda own: own.take_boundary(seq, stop))
-
-    def restore(
-        self, seq: Sequence, stop: int, chunks: Seqs[CardsSnapshot], boundary: CardsSnapshot
-    ) -> None:
-        for number, (rank, own) in enumerate(self._cards):
-            parts = [chunk.each[number] for chunk in chunks]
-            common = seq, stop, parts, boundary.each[number]
-            on_card(rank, partial(own.restore, *common))
-
-    def _taken(self, take: Callable[[SlotSnapshots], TensorSnapshot]) -> CardsSnapshot:
-        return CardsSnapshot(tuple(on_card(rank, partial(take, own)) for rank, own in self._cards))
-
-
-def snapshots_of(target: CudaTarget | CardsTarget) -> SlotSnapshots | CardsSnapshots:
+def snapshots_of(target: CudaTarget | CardsTarget) -> SlotSnapshots | CardsTargetSnapshots:
     """`targets.backend.snapshots_of`."""
-    return SlotSnapshots(target) if isinstance(target, CudaTarget) else CardsSnapshots(target)
+    return SlotSnapshots(target) if isinstance(target, CudaTarget) else CardsTargetSnapshots(target)

@@ -12,11 +12,14 @@ from torch import Tensor
 from drafters.assistant.cuda.ops import DraftLayout, States
 from drafters.assistant.cuda.ordered import OrderedHead
 from targets.arch import Arch
+from targets.cuda.exchange import Inboxes
+from targets.cuda.guessing import Guess
 from targets.cuda.inputs import Input, make_input
 from targets.cuda.kernels import Embed, Kernels
 from targets.cuda.launch import Variant, address, pointer
 from targets.cuda.norms import ROW_THREADS
 from targets.cuda.ops import Linear, Rows
+from targets.cuda.ranks import Rank, RankKernels
 from targets.cuda.variants import variants
 
 SOURCES = Path(__file__).parent / "sources"
@@ -53,16 +56,14 @@ def assistant_variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
     return variants(arch, kv8, kinds) | {ORDERED, *(STEPS[kind] for kind in kinds)}
 
 
-class AssistantKernels(Kernels):
-    """`AssistantOps` for one assistant on the current device. kv: the target's cache's dtype; kind:
-    of the linear layers."""
+class _AssistantLaunches(Kernels):
+    """What `AssistantOps` has beyond a decoder layer's operations."""
 
-    def __init__(self, arch: Arch, positions: int, kv: torch.dtype, kind: str) -> None:
-        kinds = {kind, "bf16"}
-        more = assistant_variants(arch, int(kv == torch.float8_e4m3fn), kinds)
-        super().__init__(arch, positions, kv, kinds, more)
-        self.guess = self.sampler.guess
-        self._steps = STEPS[kind]
+    _steps: Variant
+
+    @property
+    def guess(self) -> Guess:
+        return self.sampler.guess
 
     def prepare_rows(self, rows: Rows, k: int, longest: int) -> DraftLayout:
         batch = len(rows.slot)
@@ -127,3 +128,30 @@ class AssistantKernels(Kernels):
         arguments = [*map(pointer, (features, accepted, rows.slot, states))]
         arguments += [c_int(width), c_int(hidden // 4)]
         self._launch(self._steps, "keep", (batch, 1, 1), ROW_THREADS, arguments)
+
+
+class AssistantKernels(_AssistantLaunches):
+    """`AssistantOps` for one assistant on the current device."""
+
+    def __init__(self, arch: Arch, positions: int, kv: torch.dtype, kind: str) -> None:
+        """kv: the target's cache's dtype; kind: of the linear layers."""
+        kinds = {kind, "bf16"}
+        more = assistant_variants(arch, int(kv == torch.float8_e4m3fn), kinds)
+        super().__init__(arch, positions, kv, kinds, more)
+        self._steps = STEPS[kind]
+
+
+class AssistantRankKernels(RankKernels, _AssistantLaunches):
+    """The same for a card that has a part of each layer."""
+
+    def __init__(
+        self, rank: Rank, inboxes: Inboxes, positions: int, kv: torch.dtype, kind: str
+    ) -> None:
+        kinds = {kind, "bf16"}
+        more = assistant_variants(rank.own, int(kv == torch.float8_e4m3fn), kinds)
+        super().__init__(rank, inboxes, positions, kv, kinds, more)
+        self._steps = STEPS[kind]
+
+    def beside(self, table: Linear, tokens: Tensor, states: States, kind: str) -> Input:
+        self.begin()
+        return super().beside(table, tokens, states, kind)

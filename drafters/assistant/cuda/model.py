@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.assistant.cuda.kernels import AssistantKernels
+from drafters.assistant.cuda.kernels import AssistantKernels, AssistantRankKernels
 from drafters.assistant.cuda.ops import AssistantOps, AssistantReference, States
 from drafters.assistant.cuda.ordered import OrderedHead
-from drafters.assistant.spec import Assistant, tensors
+from drafters.assistant.spec import Assistant, AssistantSpec, tensors
 from specdec.core.errors import UserError
 from targets.arch import Arch
+from targets.cuda.cards import CardsTarget
+from targets.cuda.exchange import ExchangeMemory
 from targets.cuda.footprint import TargetShape, tensor_bytes
 from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import DraftVocabulary, vocabulary_of
@@ -27,7 +29,8 @@ from targets.cuda.model import decode_layer
 from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows, X
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.params import LayerWeights, layer_weights
-from targets.cuda.reader import Raw, Reader
+from targets.cuda.ranks import RankKernels, refuse_layers
+from targets.cuda.reader import Cut, Raw, Reader, whole
 from targets.cuda.reference import Reference
 from targets.cuda.staging import Staging
 from targets.cuda.target import KV_DTYPES, CudaTarget
@@ -52,17 +55,30 @@ class AssistantWeights:
 class AssistantModel:
     """One assistant beside its target: all of its drafters share it."""
 
-    def __init__(self, assistant: Assistant, target: CudaTarget, ahead: int) -> None:
+    def __init__(
+        self,
+        assistant: Assistant,
+        target: CudaTarget,
+        ahead: int,
+        exchange: ExchangeMemory | None = None,
+    ) -> None:
         """ahead: how far behind the last key the queries are turned: 1 as transformers does, 0 as
-        vLLM; sliding layers then see as many more keys."""
+        vLLM; sliding layers then see as many more keys. exchange: for sums, where the target is one
+        of several cards that share the model."""
         spec, self.target, self.ahead = assistant.spec, target, ahead
         self.arch = widened(spec.arch, ahead)
         last = len(target.arch.layers) - 1
         assert target.plan.features == (last,), (target.plan.features, last)
         self.spec = spec
-        dtype = DTYPES.get(target.dtype, "fp8")
-        self.ops = _ops(self.arch, target, KINDS[dtype])
-        self.weights = place(assistant, dtype, self.ops, target)
+        dtype, cut = DTYPES.get(target.dtype, "fp8"), whole
+        if exchange is not None:
+            assert isinstance(target.ops, RankKernels)
+            rank = replace(target.ops.rank, arch=self.arch)
+            self.arch, cut, inboxes = rank.own, rank.cut, exchange.of(rank.number)
+            self.ops = AssistantRankKernels(rank, inboxes, *_sizes(target), KINDS[dtype])
+        else:
+            self.ops = _ops(self.arch, target, KINDS[dtype])
+        self.weights = place(assistant, dtype, self.ops, target, cut)
         self.known = _known(assistant, target)
         self._layers = tuple(self._layer(i) for i in range(len(self.arch.layers)))
 
@@ -100,11 +116,23 @@ def widened(arch: Arch, ahead: int) -> Arch:
     return replace(arch, layers=tuple(layers))
 
 
-def placed(assistant: Assistant, target: CudaTarget, ahead: int) -> AssistantModel:
+def exchange_beside(spec: AssistantSpec, target: CudaTarget | CardsTarget) -> ExchangeMemory | None:
+    """Where cards that share the target leave sums of the assistant for each other; None on one
+    card. Each card attends to the keys of its own K/V heads. Raises UserError."""
+    if isinstance(target, CudaTarget):
+        return None
+    count = len(target.ranks)
+    refuse_layers(spec.arch, count, " of the assistant")
+    return ExchangeMemory(range(count), bucket_of(target.slots), spec.arch.hidden)
+
+
+def placed(
+    assistant: Assistant, target: CudaTarget, ahead: int, exchange: ExchangeMemory | None = None
+) -> AssistantModel:
     """The assistant beside its target. Raises UserError, also if memory does not suffice."""
     try:
         with catching_oom("the assistant beside the model"):
-            return AssistantModel(assistant, target, ahead)
+            return AssistantModel(assistant, target, ahead, exchange)
     except MemoryError as problem:
         raise UserError(str(problem)) from problem
 
@@ -126,8 +154,12 @@ def need_bytes(assistant: Assistant, shape: TargetShape) -> int:
 def _ops(arch: Arch, target: CudaTarget, kind: str) -> AssistantOps:
     if isinstance(target.ops, Reference):
         return AssistantReference(arch)
-    positions = target.max_len + target.plan.slack + 1
-    return AssistantKernels(arch, positions, KV_DTYPES[target.kv_dtype], kind)
+    return AssistantKernels(arch, *_sizes(target), kind)
+
+
+def _sizes(target: CudaTarget) -> tuple[int, torch.dtype]:
+    """Positions that its queries may have, and the dtype of the keys."""
+    return target.max_len + target.plan.slack + 1, KV_DTYPES[target.kv_dtype]
 
 
 def _known(assistant: Assistant, target: CudaTarget) -> DraftVocabulary | None:
@@ -138,9 +170,9 @@ def _known(assistant: Assistant, target: CudaTarget) -> DraftVocabulary | None:
 
 
 def place(
-    assistant: Assistant, dtype: str, ops: AssistantOps, target: CudaTarget
+    assistant: Assistant, dtype: str, ops: AssistantOps, target: CudaTarget, cut: Cut = whole
 ) -> AssistantWeights:
-    """An assistant's weights on the device, fused as they are read."""
+    """An assistant's weights on the device, fused as they are read. cut: a card's part of them."""
     spec, ids, device = assistant.spec, assistant.target_ids, str(target.device)
 
     def source(name: str) -> Raw:
@@ -148,7 +180,7 @@ def place(
         values = values if name != "head" or ids is None else values[ids]
         return upload(as_tensor(np.ascontiguousarray(values)), device), None
 
-    reader = Reader(source, tensors(spec), dtype, ops, Staging(device))
+    reader = Reader(source, tensors(spec), dtype, ops, Staging(device), cut=cut)
     # packing needs room: the largest before all else
     vocab = target.arch.vocab
     head = OrderedHead.of(spec, reader, vocab) if spec.clusters else reader.linear(["head"])

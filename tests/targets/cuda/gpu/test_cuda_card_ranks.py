@@ -15,20 +15,29 @@ import numpy as np
 import pytest
 import torch
 
+from drafters import registry
+from drafters.kind import DraftRequest
 from drafters.lookup.cuda import DeviceLookup
+from drafters.model.kind import ModelDraft
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
+from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
+from specdec.core.prefix_cache.cache import PrefixCache
+from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Sequence
 from targets.arch import released
+from targets.backend import snapshots_of
+from targets.cuda.backend import CudaBackend
 from targets.cuda.cards import CardsCycle, CardsTarget, step_of
 from targets.cuda.device_loop import device_loop
 from targets.cuda.launch import Launcher
-from targets.cuda.load import CudaOptions, random_target
-from targets.cuda.load_cards import random_cards
+from targets.cuda.load import CudaOptions, load_target, random_target
+from targets.cuda.load_cards import load_cards, random_cards
 from tests.support.constrained import EveryThird
 from tests.support.modes import MODES
+from tests.support.tiny import VARIANTS, write_tiny
 
 pytestmark = pytest.mark.gpu
 WHOLE = released("gemma-4-12b")
@@ -36,6 +45,13 @@ ARCH = replace(WHOLE, layers=WHOLE.layers[:12], vocab=8192)
 LENGTHS = 3, 17, 60, 200, 400, 512, 700, 1020
 """Of prompts, in tokens."""
 REPEATS = 60
+DIVISIBLE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "global_head_dim": 128,
+}
+"""Sizes that cards can share, in place of the tiny model's."""
 
 
 @cache
@@ -90,6 +106,89 @@ def test_several_cards_have_one_cards_answers(mode, kv_dtype, cards):
     theirs = [answers(engine, mode) for engine in engines(target_of(cards, kv_dtype))]
     for other in [*ones(mode, kv_dtype), *theirs]:
         assert other == ones(mode, kv_dtype)[0]
+
+
+@cache
+def beside(cards, drafter):
+    """A target and the drafter beside it. The draft model has the target's weights: its guesses are
+    right."""
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} GPUs")
+    kind, seed = registry.find(drafter), 1
+    speculation = registry.config_type()(drafter=drafter, k=4)
+    if drafter == "model":
+        draft = ModelDraft(ARCH, None, (), greedy=False)
+    else:
+        draft = kind.random(DraftRequest(ARCH, None, speculation, random=True))
+    sizes = {"slots": 8, "max_len": 4096, "dtype": "fp8", "kv_dtype": "fp8"}
+    options = CudaOptions(**sizes, k=4, graphs=True, features=draft.features)
+    if cards == 1:
+        target = random_target(ARCH, options, seed)
+    else:
+        target = random_cards(ARCH, options, cards, seed)
+    config = ModelConfig("random", backend="cuda", tp=cards, **sizes)
+    return target, draft.place(CudaBackend(), target, config)
+
+
+def drafted(cards, drafter, loop, mode):
+    """Answers with a drafter, and every card's texts with the guesses behind them."""
+    target, placed = beside(cards, drafter)
+    own = placed.make(4)
+    cycle = host_cycle(target, own, 4)
+    if loop == "device":
+        cycle = CudaBackend().device_loop(target, placed.on_device(own), 4)
+    ranks = getattr(target, "ranks", (target,))
+    for rank in ranks:
+        rank.cache.tokens.zero_()
+    found = answers(Engine(target, own, cycle), mode)
+    return found, [rank.cache.tokens[:, : target.max_len].cpu() for rank in ranks]
+
+
+@pytest.mark.parametrize("cards", [2, 4])
+@pytest.mark.parametrize("loop", ["device", "host"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "assistant", "model"])
+def test_drafters_with_weights_guess_on_several_cards_as_on_one(drafter, loop, cards):
+    for mode in MODES:
+        expected, (texts,) = drafted(1, drafter, loop, mode)
+        found, each = drafted(cards, drafter, loop, mode)
+        assert found == expected
+        assert all(torch.equal(own, texts) for own in each)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "model"])
+def test_what_drafters_of_several_cards_keep_of_prompts(drafter):
+    target, placed = beside(2, drafter)
+    own = placed.make(4)
+    unit = snapshots_of(target).unit
+    kept = placed.snapshots(own, unit)
+    owners = [snapshots_of(target), kept]
+    pool = SnapshotPool(Budget(device=1 << 32, host=0))
+    cycle = CudaBackend().device_loop(target, placed.on_device(own), 4)
+    engine = Engine(target, own, cycle, prefix_cache=PrefixCache(unit, owners, pool, "seed"))
+    text = np.random.default_rng(3).integers(3, ARCH.vocab, unit + 100).tolist()
+    found = []
+    for _ in range(2):
+        seq = Sequence(list(text), max_tokens=24)
+        engine.run_to_end([seq])
+        found.append(seq.tokens)
+    assert seq.cached == unit
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-w8a8", "int4"])
+@pytest.mark.parametrize("storage", ["bfloat16", "fp8"])
+def test_several_cards_load_a_checkpoint_as_one_does(storage, dtype, tmp_path, monkeypatch):
+    target_of(2, "fp8")  # or skips
+    monkeypatch.setitem(VARIANTS, "31b", VARIANTS["31b"] | DIVISIBLE)
+    write_tiny(tmp_path, "31b", storage)
+    options = CudaOptions(slots=4, max_len=256, dtype=dtype, k=4, graphs=True)
+    texts = []
+    for target in (load_target(tmp_path, options), load_cards(tmp_path, options, 2)):
+        drafter = NgramDrafter()
+        seqs = [Sequence([2, 3, 4 + i] * 20, max_tokens=32) for i in range(4)]
+        Engine(target, drafter, host_cycle(target, drafter, 4)).run_to_end(seqs)
+        texts.append([seq.tokens for seq in seqs])
+    assert texts[0] == texts[1]
 
 
 def bits(target):
