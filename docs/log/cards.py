@@ -29,6 +29,8 @@ from tests.support.constrained import EveryThird
 MOST_K = 7
 LONGEST = 1024
 """Tokens of a prompt up to which one card and several have the same bits."""
+LONG = 9000
+"""Tokens of the prompt that is read cold and warm."""
 OUTPUT = 256
 """Tokens of an answer at most."""
 REPORTED = 5
@@ -140,17 +142,17 @@ def campaign(asked: argparse.Namespace, one: Model, several: Model) -> None:
 
 
 def long_prompt(asked: argparse.Namespace, several: Model) -> None:
-    """Cold, warm, and warm beside others."""
+    """Cold, warm, and warm beside others. It is so long that global layers deal more lanes."""
     prefix = PrefixConfig()
     engine = make_engine(several, speculation(asked, "auto", MOST_K), prefix=prefix)
-    text = np.random.default_rng(1).integers(3, 5000, 5000).tolist()
+    text = np.random.default_rng(1).integers(3, 5000, LONG).tolist()
     answers = []
     for beside in (0, 0, 5):
         seqs = [Sequence(list(text), Sampling(temperature=1.0, seed=3), max_tokens=40)]
         seqs += [Sequence(text[:n], Sampling(seed=n), max_tokens=40) for n in range(9, 9 + beside)]
         engine.run_to_end(seqs)
         answers.append(seqs[0].tokens)
-    print(f"5,000 tokens, cold, warm, beside others: equal {answers[1:] == answers[:1] * 2}")
+    print(f"{LONG} tokens, cold, warm, beside others: equal {answers[1:] == answers[:1] * 2}")
 
 
 def step_ms(engine: Engine, count: int, context: int = 512) -> float:

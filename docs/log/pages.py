@@ -42,7 +42,7 @@ def speculation() -> Any:
 
 def loaded(asked: argparse.Namespace, slots: int, max_len: int) -> Model:
     own = {"dtype": asked.dtype, "kv_dtype": "fp8", "max_len": max_len}
-    config = ModelConfig(asked.name, backend="cuda", slots=slots, **own)
+    config = ModelConfig(asked.name, backend="cuda", slots=slots, tp=asked.tp, **own)
     return random_model(asked.name, config, speculation())
 
 
@@ -105,11 +105,14 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=131_072)
     parser.add_argument("--tokens", type=int, default=4_000)
     parser.add_argument("--free", type=float)
+    parser.add_argument("--tp", type=int, default=1)
     asked = parser.parse_args()
-    free = torch.cuda.mem_get_info()[0]
+    free = min(torch.cuda.mem_get_info(card)[0] for card in range(asked.tp))
     taken = 0 if asked.free is None else int(free - asked.free * GIB)
-    held = torch.empty(max(0, taken), dtype=torch.uint8, device="cuda")
-    print(f"{torch.cuda.get_device_name()}, {(free - len(held)) / GIB:.1f} GiB free")
+    held = [torch.empty(max(0, taken), dtype=torch.uint8, device=c) for c in range(asked.tp)]
+    print(
+        f"{asked.tp} x {torch.cuda.get_device_name()}, {(free - len(held[0])) / GIB:.1f} GiB free"
+    )
     one_user(make_engine(loaded(asked, 1, 4096), speculation()), "whole slots")
     gc.collect()
     torch.cuda.empty_cache()

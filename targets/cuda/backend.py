@@ -77,7 +77,7 @@ class CudaBackend:
             plan = make_plan(arch, shortest, "bfloat16")
         else:
             plan = plan_of(Checkpoint(path, arch), arch, shortest)
-        shape, limit = _shape(shortest, plan), arch.max_position
+        shape, limit = _shape(shortest, plan, config.tp), arch.max_position
         if shortest.device == "cpu":
             own, free = arch, host_free()
         else:
@@ -191,12 +191,10 @@ def _pages(
     if options.device == "cpu":
         return None
     from targets.cuda.footprint import fitted
-    from targets.cuda.load_cards import SHORT
 
-    shape = _shape(options, plan)
+    shape = _shape(options, plan, cards)
     own, free = _of_each(arch, options, plan, cards)
-    short = plan.short if cards == 1 else SHORT
-    return fitted(own, shape, free, request.extra_bytes(shape), short, request.pages)
+    return fitted(own, shape, free, request.extra_bytes(shape), request.pages)
 
 
 def _of_each(arch: Arch, options: CudaOptions, plan: Plan, cards: int) -> tuple[Arch, int]:
@@ -216,12 +214,14 @@ def _of_each(arch: Arch, options: CudaOptions, plan: Plan, cards: int) -> tuple[
     return Rank(0, cards, arch).own, min(map(free_bytes, range(cards))) - taken
 
 
-def _shape(options: CudaOptions, plan: Plan) -> TargetShape:
+def _shape(options: CudaOptions, plan: Plan, cards: int) -> TargetShape:
     from targets.cuda.footprint import TargetShape
+    from targets.cuda.load_cards import SHORT
 
     sizes = plan.slots, plan.max_len, options.k + 1, plan.chunk
     more = options.prefill_copy, plan.own, options.vision
-    return TargetShape(*sizes, plan.dtype, plan.kv_dtype, *more)
+    short = plan.short if cards == 1 else SHORT
+    return TargetShape(*sizes, plan.dtype, plan.kv_dtype, *more, short)
 
 
 def _options(config: ModelConfig, request: TargetRequest) -> CudaOptions:

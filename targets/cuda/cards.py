@@ -95,7 +95,10 @@ class CardsTarget:
 
     def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
         """As `CudaTarget.forward`, of the first card."""
-        return self._on_each(lambda rank: rank.forward(_moved(rows, rank), needs_sampler))[0]
+        feed = [_moved(rows, rank) for rank in self.ranks]  # a copy would wait for both cards
+        self._on_each(lambda rank: rank.prepare_forward(*rows.tokens.shape, needs_sampler))
+        pairs = zip(self.ranks, feed, strict=True)
+        return [on_card(rank, partial(rank.forward, own, needs_sampler)) for rank, own in pairs][0]
 
     def reserve(self, slot: int, tokens: int) -> None:
         """As `CudaTarget.reserve`. Nothing is mapped while cards wait for each other."""

@@ -78,6 +78,8 @@ class TargetShape:
     """dtypes of tensors that have another than `dtype`."""
     vision: VisionSpec | None = None
     """The image side that is loaded too."""
+    short: int = SHORT
+    """`Plan.short`."""
 
 
 def need(arch: Arch, shape: TargetShape) -> Need:
@@ -151,7 +153,7 @@ def tensor_bytes(name: str, spec: TensorSpec, dtype: str) -> int:
 
 def cache_bytes(arch: Arch, shape: TargetShape) -> int:
     """Bytes of keys, values and fed tokens, for all slots."""
-    slack, first = slack_of(shape.chunk, SHORT), _first_rows(shape)
+    slack, first = slack_of(shape.chunk, shape.short), _first_rows(shape)
     fed = 4 * max(shape.max_len + slack, first)
     own = (layer for layer in arch.layers if layer.kv_from is None)
     return shape.slots * (fed + sum(_slot_bytes(layer, shape) for layer in own))
@@ -164,7 +166,7 @@ def _slot_bytes(layer: LayerSpec, shape: TargetShape) -> int:
 
 def _held(layer: LayerSpec, shape: TargetShape) -> int:
     """Entries of a slot."""
-    return entries(layer, shape.max_len, slack_of(shape.chunk, SHORT), _first_rows(shape))
+    return entries(layer, shape.max_len, slack_of(shape.chunk, shape.short), _first_rows(shape))
 
 
 def _position_bytes(layer: LayerSpec, shape: TargetShape) -> int:
@@ -177,27 +179,26 @@ def fitted(
     shape: TargetShape,
     free: int,
     drafter: int = 0,
-    short: int = SHORT,
     pages: bool = True,
 ) -> PagePlan | None:
     """Pages of the cache where the longest text of every slot does not fit into `free` bytes; None
-    where it does. drafter: bytes of them that the drafter takes. short: `Plan.short`. pages:
-    whether slots may hold some. Raises UserError, with what would fit, where one such text and a
-    short one in every other slot are too much."""
+    where it does. drafter: bytes of them that the drafter takes. pages: whether slots may hold
+    some. Raises UserError, with what would fit, where one such text and a short one in every other
+    slot are too much."""
     needed, free = need(arch, shape), free - drafter
     if needed.total <= free:
         return None
-    plan = _paged(arch, shape, free, short) if pages else None
+    plan = _paged(arch, shape, free) if pages else None
     if plan is not None:
         return plan
     beside = f" beside {gib(drafter)} for the drafter" if drafter else ""
     raise UserError(
         f"this needs {needed} of GPU memory but {gib(free)} are free"
-        f"{beside}: {_remedy(arch, shape, free, short, pages)}"
+        f"{beside}: {_remedy(arch, shape, free, pages)}"
     )
 
 
-def _paged(arch: Arch, shape: TargetShape, free: int, short: int) -> PagePlan | None:
+def _paged(arch: Arch, shape: TargetShape, free: int) -> PagePlan | None:
     """Pages of what is free beside all else, less a part for kept prompts; None where it is too
     little."""
     layers = [layer for layer in arch.layers if layer.kv_from is None and not layer.window]
@@ -207,17 +208,19 @@ def _paged(arch: Arch, shape: TargetShape, free: int, short: int) -> PagePlan | 
     each = page * sum(_position_bytes(layer, shape) for layer in layers)
     total = (beside - beside // KEPT_SHARE) // each
     longest = max(_held(layer, shape) for layer in layers)
-    ahead = max(padding_of(short), 2 * shape.width)  # a device loop is a cycle ahead of the host
+    ahead = max(
+        padding_of(shape.short), 2 * shape.width
+    )  # a device loop is a cycle ahead of the host
     plan = PagePlan(page, total, ahead, longest, FINE, mapped=True)
     return plan if total >= plan.least(shape.slots) else None
 
 
-def _remedy(arch: Arch, shape: TargetShape, free: int, short: int, pages: bool) -> str:
+def _remedy(arch: Arch, shape: TargetShape, free: int, pages: bool) -> str:
     def fits(**change: int) -> bool:
         other = replace(shape, **change)
         if need(arch, other).total <= free:
             return True
-        return pages and _paged(arch, other, free, short) is not None
+        return pages and _paged(arch, other, free) is not None
 
     offers = []
     longest = CHUNK * largest(lambda n: fits(max_len=n * CHUNK), shape.max_len // CHUNK)
@@ -240,7 +243,9 @@ def _workspace(arch: Arch, shape: TargetShape) -> int:
     and angles, and a chunk's prefill."""
     rows = bucket_of(shape.slots) * shape.width
     logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots)
-    partial = max(partial_bytes(layer, max(rows, SHORT), shape.max_len) for layer in arch.layers)
+    partial = max(
+        partial_bytes(layer, max(rows, shape.short), shape.max_len) for layer in arch.layers
+    )
     kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
     angles = sum(4 * shape.max_len * head_dim for _, head_dim in kinds)
     calls = first_call_bytes(arch, shape) + prefill_bytes(arch, shape)

@@ -33,7 +33,7 @@ class Meter:
         plan = self.target.plan
         sizes = plan.slots, plan.max_len, 1, plan.chunk
         arch, copied = self.target.arch, self.target.weights.copied
-        more = copied, plan.own, self.target.vision
+        more = copied, plan.own, self.target.vision, plan.short
         shape = TargetShape(*sizes, plan.dtype, plan.kv_dtype, *more)
         counted = need(arch, shape)
         copies = copied_bytes(arch, shape)

@@ -137,7 +137,7 @@ class CudaTarget:
         self._unbiased[list(suppress)] = -torch.inf
         self.bias = self._unbiased.repeat(plan.slots, 1)
         self._biased: set[int] = set()
-        self._loaded: set[tuple[int, int]] = set()
+        self._loaded: set[tuple[int, int, bool]] = set()
         self.sampling_params = blank_table(plan.slots, plan.device)
         self.pool = GraphPool(self.device) if self.device.type == "cuda" else None
         self._graphs = Graphs(self.step, self.short, self.pool) if graphs and self.pool else None
@@ -356,15 +356,20 @@ class CudaTarget:
     def prepare_verify(self, seqs: Seqs[Sequence], draft: Array) -> None:
         """The same for `enqueued_verify`; what is not captured runs once for nothing, as the driver
         loads kernels when they are first launched."""
-        shape = len(seqs), draft.shape[1] + 1
+        shape, needs_sampler = (len(seqs), draft.shape[1] + 1), sampler_needed(seqs)
         if constrained(seqs) or not self._graphs:
-            if shape not in self._loaded:
-                with silent():
-                    self.logits(idle_rows(*shape, self.device))
-                self._loaded.add(shape)
+            self.prepare_forward(*shape, needs_sampler)
             return
         rows = idle_rows(*shape, self.device)
-        self._graphs.step_graph(rows, sampler_needed(seqs), logprobs_wanted(seqs))
+        self._graphs.step_graph(rows, needs_sampler, logprobs_wanted(seqs))
+
+    def prepare_forward(self, batch: int, tokens: int, needs_sampler: bool) -> None:
+        """The same for `forward`."""
+        shape = batch, tokens, needs_sampler
+        if shape not in self._loaded:
+            with silent():
+                self.forward(idle_rows(batch, tokens, self.device), needs_sampler)
+            self._loaded.add(shape)
 
     def _capture_prefill(self, batch: int, tokens: int) -> None:
         if self._graphs:

@@ -16,9 +16,11 @@ from specdec.core.engine import Engine
 from specdec.core.pages import PagePlan
 from specdec.core.types import Sampling, Sequence
 from targets.arch import Arch, released
-from targets.cuda.device_loop import device_loop
+from targets.cuda.backend import CudaBackend
+from targets.cuda.cards import step_of
 from targets.cuda.graphs import Captured, CapturedParts, GraphPool
 from targets.cuda.load import CudaOptions, random_target
+from targets.cuda.load_cards import random_cards
 from targets.cuda.mapped import GRANULE, MappedPages
 
 pytestmark = pytest.mark.gpu
@@ -64,9 +66,12 @@ def arch() -> Arch:
 
 
 @cache
-def target_of(paged: bool):
+def target_of(paged: bool, cards: int):
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} GPUs")
     sizes = {"slots": 3, "max_len": 5 * PAGE - 192, "k": K, "dtype": "fp8", "kv_dtype": "fp8"}
-    return random_target(arch(), CudaOptions(**sizes, pages=PLAN if paged else None))
+    options = CudaOptions(**sizes, pages=PLAN if paged else None)
+    return random_target(arch(), options) if cards == 1 else random_cards(arch(), options, cards)
 
 
 def sequences() -> list[Sequence]:
@@ -95,19 +100,22 @@ def answers(engine: Engine, one_by_one: bool) -> list[tuple[list[int], list[floa
 
 
 @cache
-def plain():
-    target = target_of(paged=False)
+def plain(cards: int):
+    target = target_of(False, cards)
     return answers(Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0)), True)
 
 
+@pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("loop", ["host", "device"])
-def test_texts_that_give_way_keep_every_bit(loop):
-    target = target_of(paged=True)
+def test_texts_that_give_way_keep_every_bit(loop, cards):
+    """Whole slots on as many cards: several read long prompts by other kernels than one."""
+    target = target_of(True, cards)
     cycle = host_cycle(target, NoDrafter(), 0)
     if loop == "device":
-        cycle = device_loop(target, DeviceLookup(target, 2, 5), K)
+        lookup = step_of(target, lambda rank: DeviceLookup(rank, 2, 5))
+        cycle = CudaBackend().device_loop(target, lookup, K)
     engine = Engine(target, NoDrafter(), cycle, pages=target.pages)
-    assert answers(engine, False) == plain()
+    assert answers(engine, False) == plain(cards)
     assert engine.gave_way > 0 and not any(target.pages.held)
 
 

@@ -35,6 +35,8 @@ from targets.cuda.device_loop import device_loop
 from targets.cuda.launch import Launcher
 from targets.cuda.load import CudaOptions, load_target, random_target
 from targets.cuda.load_cards import load_cards, random_cards
+from targets.cuda.score import window_nll
+from targets.cuda.selfcheck import self_check
 from tests.support.constrained import EveryThird
 from tests.support.modes import MODES
 from tests.support.tiny import VARIANTS, write_tiny
@@ -189,6 +191,13 @@ def test_several_cards_load_a_checkpoint_as_one_does(storage, dtype, tmp_path, m
         Engine(target, drafter, host_cycle(target, drafter, 4)).run_to_end(seqs)
         texts.append([seq.tokens for seq in seqs])
     assert texts[0] == texts[1]
+
+
+def test_several_cards_pass_the_check_that_servers_begin_with():
+    target = target_of(2, "fp8")
+    assert all(check.passed for check in self_check(target))
+    text = np.random.default_rng(5).integers(3, ARCH.vocab, 100).tolist()
+    assert np.array_equal(window_nll(target, text), window_nll(target_of(1, "fp8"), text))
 
 
 def bits(target):
