@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence as Seqs
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from serve.chat_schema import ChatRequest
@@ -208,8 +208,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[Made]) -> Made:
 
 def event(body: Json, name: str | None = None) -> bytes:
     """One server-sent event, with its name where an API has names for them."""
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return format_sse_event(data_str=text, event=name)
+    return format_sse_event(data_str=to_json(body).decode(), event=name)
 
 
 def done() -> bytes:

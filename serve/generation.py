@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence as Seqs
+from collections.abc import AsyncIterator, Callable, Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -104,6 +104,27 @@ class Sender:
     """Bytes of the body."""
 
 
+class Pings:
+    """Calls `ping` whenever nothing was sent for PING_SECONDS. One timer, however many tokens."""
+
+    def __init__(self, ping: Callable[[], None]) -> None:
+        self._loop, self._ping = asyncio.get_running_loop(), ping
+        self.sent()
+        self._timer = self._loop.call_later(PING_SECONDS, self._look)
+
+    def sent(self) -> None:
+        self._last = self._loop.time()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._loop.time() - self._last >= PING_SECONDS:
+            self._ping()
+            self.sent()
+        self._timer = self._loop.call_at(self._last + PING_SECONDS, self._look)
+
+
 class Generation:
     """A submitted request. Iterate `pieces`, and `cancel` whatever happens."""
 
@@ -149,27 +170,42 @@ class Generation:
 
         Raises ApiError: 400 if a constraint failed, 500 if the engine did, 503 at shutdown.
         """
-        clock = asyncio.get_running_loop().time
-        ping_at = clock() + PING_SECONDS
-        while self._open:
-            try:
-                async with asyncio.timeout_at(ping_at):
-                    update = await self._ticket.updates.get()
-            except TimeoutError:
-                ping_at = clock() + PING_SECONDS
-                yield None
-                continue
-            # A choice that ended at a stop string is cancelled, but its last updates still come.
-            if update.index not in self._open:
-                continue
-            self._check(update)
-            if update.index < len(self._texts):
-                piece = self._feed(update)
-                if piece.parts or piece.tokens or piece.cycle_reports:
-                    ping_at = clock() + PING_SECONDS
-                yield update.index, piece
+        pings = Pings(partial(self._ticket.updates.put_nowait, None))
+        try:
+            while self._open:
+                for update in await self._arrived():
+                    # of a choice that ended at a stop string, and is cancelled, updates still come
+                    if update is None:
+                        yield None
+                    elif update.index in self._open:
+                        piece = self._taken(update, pings)
+                        if piece is not None:
+                            yield update.index, piece
+        finally:
+            pings.close()
+
+    async def _arrived(self) -> list[Update | None]:
+        """Updates that have come, those of one choice joined: a client, or this server, that falls
+        behind the engine gets more tokens at once, which is quicker."""
+        updates, came = self._ticket.updates, [await self._ticket.updates.get()]
+        while not updates.empty():
+            before, update = came[-1], updates.get_nowait()
+            if _joins(before, update):
+                came[-1] = before.then(update)
             else:
-                self._recite(update)
+                came.append(update)
+        return came
+
+    def _taken(self, update: Update, pings: Pings) -> Piece | None:
+        """What an update adds to a choice; None if it is of a prompt's log-probabilities."""
+        self._check(update)
+        if update.index >= len(self._texts):
+            self._recite(update)
+            return None
+        piece = self._feed(update)
+        if piece.parts or piece.tokens or piece.cycle_reports:
+            pings.sent()
+        return piece
 
     def cancel(self) -> None:
         """Free the slots of what is still running."""
@@ -284,6 +320,13 @@ class Generation:
         before = self.usage.prediction or (0, 0)
         now = seq.prediction.accepted, seq.prediction.rejected
         self.usage.prediction = before[0] + now[0], before[1] + now[1]
+
+
+def _joins(before: Update | None, update: Update | None) -> bool:
+    """Whether two updates that came one after the other can be one."""
+    if before is None or update is None or before.finish is not None:
+        return False
+    return before.index == update.index and not (before.stands_alone or update.stands_alone)
 
 
 async def begin(

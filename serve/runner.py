@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence as Seqs
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from serve.lockstep import Leader, Orders
@@ -48,6 +48,18 @@ class Update:
     report: CycleReport | None = None
     """The cycle's report, if `Sequence.reported`; None for the token that prefill chose."""
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it must not be joined with others: what it reports is of one cycle."""
+        return self.report is not None or self.error is not None
+
+    def then(self, later: Update) -> Update:
+        """This one and the next of the same sequence, as one."""
+        logprobs = None
+        if later.logprobs is not None:
+            logprobs = (*(self.logprobs or ()), *later.logprobs)
+        return replace(later, tokens=self.tokens + later.tokens, logprobs=logprobs)
+
 
 @dataclass(frozen=True)
 class _Cancel:
@@ -61,7 +73,8 @@ class Ticket:
     """One request's sequences and the queue on which their updates arrive."""
 
     sequences: tuple[Sequence, ...]
-    updates: asyncio.Queue[Update]
+    updates: asyncio.Queue[Update | None]
+    """None: nothing came for a while."""
     submitted: float
     """When, on the clock of `Sequence.seated`."""
 

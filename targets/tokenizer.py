@@ -37,6 +37,7 @@ class TextStream:
         self._skip_special = skip_special
         self._ids: list[int] = []  # only those that still matter for the next piece of text
         self._emitted = 0  # how many of _ids are already out; kept as left context
+        self._context = ""  # their text
 
     def step(self, token_id: int) -> str:
         """Add one token; return the text that became certain ("" while a character is open)."""
@@ -49,19 +50,23 @@ class TextStream:
             self._ids.pop()  # nor does a token without text count as a held byte
             return ""
         if not text.endswith(REPLACEMENT):
-            return self._emit(len(self._ids))
-        return "" if pending < LONGEST_HELD else self._emit(self._settled())
+            return self._emit(len(self._ids), text)
+        if pending < LONGEST_HELD:
+            return ""
+        end = self._settled()
+        return self._emit(end, self._pending_text(end))
 
     def finish(self) -> str:
         """Return what is still held: an incomplete character comes out as U+FFFD."""
         text = self._pending_text()
-        self._emitted = len(self._ids)
+        self._emitted, self._context = len(self._ids), self._context + text
         return text
 
-    def _emit(self, end: int) -> str:
-        text = self._pending_text(end)
+    def _emit(self, end: int, text: str) -> str:
+        """text: of the tokens before `end` that are not out yet."""
         self._ids = self._ids[self._emitted :]
         self._emitted = end - self._emitted
+        self._context = self._tokenizer.decode(self._ids[: self._emitted], self._skip_special)
         return text
 
     def _settled(self) -> int:
@@ -75,8 +80,8 @@ class TextStream:
 
     def _pending_text(self, end: int | None = None) -> str:
         """Text of the tokens after `_emitted`, decoded with their left context."""
-        context = self._tokenizer.decode(self._ids[: self._emitted], self._skip_special)
-        return self._tokenizer.decode(self._ids[:end], self._skip_special)[len(context) :]
+        ids = self._ids if end is None else self._ids[:end]
+        return self._tokenizer.decode(ids, self._skip_special)[len(self._context) :]
 
 
 class Tokenizer:
