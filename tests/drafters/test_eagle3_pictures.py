@@ -1,5 +1,5 @@
-"""What an EAGLE-3 head reads of a prompt with pictures: at a picture's places its rows, as the target
-does; the same entries warm, cold and in a batch, in both targets."""
+"""What an EAGLE-3 head reads of a prompt with pictures: at a picture's places its rows, as the
+target does; the same entries warm, cold and in a batch, in both targets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("cheap_programs")
 K = 4
 CHUNK = 32
 UNIT = 128
-"""Tokens of a piece of a prompt that is kept, in JAX; in all of them a prompt can be resumed there."""
+"""Where a prompt can be resumed, in all of them; JAX keeps pieces of so many tokens."""
 FEATURES = (0, 1, 4)
 ONE = levels(61, 97)
 OTHER = levels(40, 24, seed=1)
