@@ -144,11 +144,11 @@ def _resized(image: Image.Image, orientation: int, size: tuple[int, int]) -> Ima
     """Upright in RGB, of this height and width. A large picture is there once, as it was decoded:
     red, green and blue are made of it in turn, in strips, and resized. Pillow's arithmetic is the
     same for each of them as for all at once."""
-    shape, how = size[::-1], Image.Resampling.BICUBIC
+    (height, width), how = size, Image.Resampling.BICUBIC
     direct = image.mode == "RGB" and "transparency" not in image.info and orientation == 1
     if direct or image.width * image.height <= LARGE_PIXELS:
-        return _upright(image, orientation).resize(shape, how)
-    bands = [_band(image, orientation, number).resize(shape, how) for number in range(3)]
+        return _upright(image, orientation).resize((width, height), how)
+    bands = [_band(image, orientation, number).resize((width, height), how) for number in range(3)]
     return Image.merge("RGB", bands)
 
 
