@@ -21,7 +21,7 @@ from targets.vision.preprocessing import Patches, prepared
 PATCHES = Patches(16, 3)
 BUDGET = 70
 MOST_GROWTH = 300
-"""MB at once, for one picture of the largest size."""
+"""MB at once, for one picture of the largest size: what a mutated header makes of a PNG."""
 KEPT = 50
 """MB afterwards."""
 

@@ -1,8 +1,8 @@
 """Pictures of a prompt: what an encoder reads of them, and their places among the tokens.
 
 A picture takes one place for each of its soft tokens. A place holds an id of its own below
-NO_GUESS, so that no lookup matches it; a target feeds the picture's row there, and a draft model
-without an encoder the row of id 0, as for every id outside the vocabulary.
+NO_GUESS, so that no lookup matches it; a target and an EAGLE-3 head feed the picture's row there,
+and a draft model without an encoder the row of id 0, as for every id outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from specdec.core.errors import UserError
 
 FIRST_PLACE = -2
 """The id of a picture's place at position 0; at position p it is FIRST_PLACE - p."""
+SoftRows = tuple[tuple[int, Any], ...]
+"""Pictures' rows [S, H], each with the row of the call from which on they take the place of
+embeddings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,11 @@ def sees_up_to(start: int, stop: int, pictures: Seqs[PlacedPicture]) -> list[int
         for position in range(max(start, placed.start), min(stop, placed.stop)):
             seen[position - start] = placed.stop - 1
     return seen
+
+
+def soft_rows(start: int, pictures: Seqs[tuple[PlacedPicture, Any]]) -> SoftRows:
+    """In a call from `start` on, of pictures with their rows [S, H]."""
+    return tuple((placed.start - start, own) for placed, own in pictures)
 
 
 def within(start: int, stop: int, pictures: Seqs[PlacedPicture]) -> list[PlacedPicture]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from specdec.core.errors import UserError
-from specdec.core.pictures import PlacedPicture, check_places
+from specdec.core.pictures import PlacedPicture, SoftRows, check_places
 from specdec.core.prediction import Prediction
 from specdec.core.stats import Acceptance
 
@@ -296,6 +296,8 @@ class Step:
     by_slot: bool = False
     """Whether row b's features are at its slot's number instead of b. Selecting them would need a
     program for each number of rows, compiled while requests wait."""
+    pictures: SoftRows = ()
+    """Of a prefill: its pictures' rows, as they stood among the embeddings."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from specdec.core.pictures import SoftRows
 from targets.arch import Arch, MoeSpec
 from targets.cuda import four_bits
 from targets.cuda.cache import KVCache
@@ -25,9 +26,6 @@ from targets.cuda.prefill_reference import PrefillReference
 from targets.cuda.prefill_steps import Pair, PrefillChunk, PrefillInput, Steps
 from targets.cuda.reference import Reference
 
-SoftRows = tuple[tuple[int, Tensor], ...]
-"""Pictures' rows [S, H], each with the row of the chunk from which on they take the place of
-embeddings."""
 TAIL = 16
 """Rows of a prompt's last chunk that continue behind the last layer that stores keys and values:
 only the last row's logits are needed, and the library's matmuls need 16 rows."""

@@ -12,7 +12,7 @@ import torch
 from specdec.core.constraint import constrained, mask_rows
 from specdec.core.errors import UserError
 from specdec.core.pages import PagePlan
-from specdec.core.pictures import PlacedPicture, sees_up_to, within
+from specdec.core.pictures import PlacedPicture, SoftRows, sees_up_to, soft_rows, within
 from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
@@ -180,22 +180,23 @@ class CudaTarget:
                 else:
                     soft.append(part)
             pictures = list(zip(placed, soft, strict=True))
+            own = soft_rows(start, pictures)
             rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
             remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
             ends = stop == seq.prompt_len
             chunk = rows, start, seq.slot, ends
             made = self._pictures(*chunk, pictures) if pictures else self._chunk(*chunk)
             for out in made:
-                yield out and partial(self._read, seq, stop, rows, out)
+                yield out and partial(self._read, seq, stop, rows, out, own)
 
-    def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden) -> Step:
+    def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden, soft: SoftRows) -> Step:
         """The step of a chunk that ends before `stop`."""
         features = None if out.features is None else out.features[None]
         if out.logits is None or stop != seq.prompt_len:  # no choice follows: nothing to wait for
-            return Step(np.full((1, 1), NO_GUESS, np.int32), features)
+            return Step(np.full((1, 1), NO_GUESS, np.int32), features, pictures=soft)
         last = Rows(rows.tokens[:, -1:], rows.start + (rows.tokens.shape[1] - 1), rows.slot)
         chosen, details = self._first_choices([seq], out.logits, last)
-        return Step(chosen, features, details)
+        return Step(chosen, features, details, pictures=soft)
 
     def _first_choices(
         self, seqs: Seqs[Sequence], logits: torch.Tensor, last: Rows
@@ -299,9 +300,8 @@ class CudaTarget:
         spans = tuple((placed.start - start, placed.stop - start) for placed, _ in pictures)
         seen = spans if self.arch.pictures_both_ways else ()
         chunk = PrefillChunk(rows.tokens[0], start, slot, spans=seen)
-        soft = tuple((first, own) for (first, _), (_, own) in zip(spans, pictures, strict=True))
         common = self.weights, self.arch, self.cache, chunk, self.ops
-        return prefill(*common, plan.features, ends, soft)
+        return prefill(*common, plan.features, ends, soft_rows(start, pictures))
 
     def _seeing(
         self, rows: Rows, start: int, pictures: list[tuple[PlacedPicture, torch.Tensor]]

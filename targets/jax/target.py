@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec.core.constraint import EVERYTHING, mask_rows
 from specdec.core.errors import UserError
-from specdec.core.pictures import PlacedPicture, sees_up_to, within
+from specdec.core.pictures import PlacedPicture, SoftRows, sees_up_to, soft_rows, within
 from specdec.core.protocols import OneByOne
 from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.jax import programs, sampling
@@ -106,6 +106,7 @@ class JaxTarget(OneByOne):
         tokens[0, : stop - start] = seq.tokens[start:stop]
         feed = Feed(tokens, np.array([start], np.int32), np.array([stop - start], np.int32))
         slot, common = np.int32(seq.slot), (self.params, self.cache, feed)
+        soft = soft_rows(start, pictures)
         if pictures:
             self.cache, out = self._prefill_pictures(*common, slot, *self._merged(start, pictures))
         else:
@@ -114,7 +115,7 @@ class JaxTarget(OneByOne):
             # A device's queue can't be reordered: a short prompt that comes now would wait for all
             # chunks in it. So there is one at most, for a pause of about a millisecond behind each.
             jax.block_until_ready(out.logits)
-            return Step(np.full((1, 1), NO_GUESS, np.int32), out.features)
+            return Step(np.full((1, 1), NO_GUESS, np.int32), out.features, pictures=soft)
         last = np.array([stop - 1], np.int32)
         masks = mask_rows([seq], np.empty((1, 0), np.int32), self.vocab)
         logits = out.logits if masks is None else self._masked(out.logits, masks)
@@ -123,21 +124,17 @@ class JaxTarget(OneByOne):
         chosen = self._choose_one(needs_sampler, logits, rules, last, slot)
         if seq.sampling.logprobs is not None:
             details = self._logprobs_one(out.logits, chosen, rules, slot)
-        return Step(np.asarray(chosen), out.features, details)
+        return Step(np.asarray(chosen), out.features, details, pictures=soft)
 
     def _merged(
         self, start: int, pictures: list[tuple[PlacedPicture, Array]]
     ) -> tuple[Merged, np.ndarray]:
         """The pictures' rows in a call from `start`, and how far each of its positions sees."""
         widest = self.plan.widest
-        there = np.zeros((1, widest), bool)
-        rows = np.zeros((1, widest, self.arch.hidden), self.dtype)
-        for placed, own in pictures:
-            at = slice(placed.start - start, placed.stop - start)
-            there[0, at], rows[0, at] = True, own
+        merged = merge(soft_rows(start, pictures), (widest, self.arch.hidden), self.dtype)
         each_other = [placed for placed, _ in pictures] if self.arch.pictures_both_ways else []
         reach = np.array([sees_up_to(start, start + widest, each_other)], np.int32)
-        return Merged(rows, there), reach
+        return merged, reach
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
         k = draft.shape[1]
@@ -222,6 +219,15 @@ class JaxTarget(OneByOne):
             start[seq.slot] = len(seq.tokens) - 1
             count[seq.slot] = plan.width
         return Feed(tokens, start, count)
+
+
+def merge(soft: SoftRows, shape: tuple[int, int], dtype: Any) -> Merged:
+    """For a call [1, T] of width H. shape: (T, H)."""
+    rows, there = np.zeros((1, *shape), dtype), np.zeros((1, shape[0]), bool)
+    for first, own in soft:
+        at = slice(first, first + len(own))
+        there[0, at], rows[0, at] = True, own
+    return Merged(rows, there)
 
 
 def _put_row(table: Array, slot: Array, row: Array) -> Array:

@@ -45,12 +45,17 @@ TURNS = {
 """What makes a picture of that orientation upright."""
 TURNED = frozenset({5, 6, 7, 8})
 """Orientations that swap width and height."""
+BACKWARDS = frozenset({3, 4, 7, 8})
+"""Orientations of which the last rows, or columns, come first."""
 PNG_HEAD = 8
 """Bytes before a PNG's first chunk."""
 GREY16_STEP = 257
 """65,535 / 255: what a level of 8 bits is in 16."""
 LARGE_PIXELS = 8_000_000
-"""Of larger pictures one is decoded at a time: Pillow takes 4 bytes for each pixel."""
+"""Of larger pictures one is decoded at a time: Pillow takes up to 4 bytes for each pixel, for WebP
+the library below it 12 more."""
+STRIP_PIXELS = 1 << 20
+"""Of a larger picture so many are made upright and opaque at once."""
 _ONE_LARGE = threading.Lock()
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit is our own
 GREYS_OF_16_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N")
@@ -109,21 +114,21 @@ def prepared(data: bytes, budget: int, patches: Patches) -> Picture:
     with _opened(data) as image:
         large = image.width * image.height > LARGE_PIXELS
         with _ONE_LARGE if large else nullcontext():
-            return _of_image(_upright(image, _orientation(image, data)), budget, patches)
+            image.seek(0)
+            image.load()
+            return _of_image(image, _orientation(image, data), budget, patches)
 
 
 def of_levels(levels: np.ndarray, budget: int, patches: Patches) -> Picture:
     """The picture of RGB levels [height, width, 3] uint8."""
-    return _of_image(Image.fromarray(levels), budget, patches)
+    return _of_image(Image.fromarray(levels), 1, budget, patches)
 
 
-def _of_image(image: Image.Image, budget: int, patches: Patches) -> Picture:
-    """Of an upright picture in RGB."""
-    size = target_size(image.height, image.width, budget, patches)
-    height, width = size
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    levels = np.asarray(image)
+def _of_image(image: Image.Image, orientation: int, budget: int, patches: Patches) -> Picture:
+    """Of a frame in any mode."""
+    width, height = image.size[::-1] if orientation in TURNED else image.size
+    size = target_size(height, width, budget, patches)
+    levels = np.asarray(_resized(image, orientation, size))
     rows, columns = (length // patches.cell for length in size)
     head = struct.pack("<3q", DIGEST_FORM, *size)
     digest = hashlib.sha256(head + levels.tobytes()).digest()
@@ -133,6 +138,37 @@ def _of_image(image: Image.Image, budget: int, patches: Patches) -> Picture:
         rows * columns,
         digest,
     )
+
+
+def _resized(image: Image.Image, orientation: int, size: tuple[int, int]) -> Image.Image:
+    """Upright in RGB, of this height and width. A large picture is there once, as it was decoded:
+    red, green and blue are made of it in turn, in strips, and resized. Pillow's arithmetic is the
+    same for each of them as for all at once."""
+    (height, width), how = size, Image.Resampling.BICUBIC
+    direct = image.mode == "RGB" and "transparency" not in image.info and orientation == 1
+    if direct or image.width * image.height <= LARGE_PIXELS:
+        return _upright(image, orientation).resize((width, height), how)
+    bands = [_band(image, orientation, number).resize((width, height), how) for number in range(3)]
+    return Image.merge("RGB", bands)
+
+
+def _band(image: Image.Image, orientation: int, number: int) -> Image.Image:
+    """Red, green or blue of the upright picture, in mode L."""
+    wide, tall = image.size[::-1] if orientation in TURNED else image.size
+    band, rows = Image.new("L", (wide, tall)), max(1, STRIP_PIXELS // wide)
+    for first in range(0, tall, rows):
+        strip = image.crop(_rows(image, orientation, first, min(tall, first + rows)))
+        band.paste(_upright(strip, orientation).getchannel(number), (0, first))
+    return band
+
+
+def _rows(image: Image.Image, orientation: int, first: int, end: int) -> tuple[int, int, int, int]:
+    """Where the upright picture's rows first .. end - 1 lie: left, top, right, bottom."""
+    width, height = image.size
+    if orientation in BACKWARDS:
+        all_ = width if orientation in TURNED else height
+        first, end = all_ - end, all_ - first
+    return (first, 0, end, height) if orientation in TURNED else (0, first, width, end)
 
 
 def _by_cell(levels: np.ndarray, rows: int, columns: int, patches: Patches) -> np.ndarray:
@@ -200,9 +236,7 @@ def _png_exif(data: bytes) -> bytes:
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    """The first frame in RGB: turned as EXIF says, transparency on white."""
-    image.seek(0)
-    image.load()
+    """In RGB: turned as EXIF says, transparency on white."""
     see_through = image.info.get("transparency") is not None
     if image.mode in GREYS_OF_16_BITS:
         image, see_through = _grey_of_16_bits(image), False

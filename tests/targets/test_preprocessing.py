@@ -87,6 +87,7 @@ def test_the_digest_is_of_pixels_and_shape():
 
 def levels_of(data: bytes) -> np.ndarray:
     with preprocessing._opened(data) as image:
+        image.load()
         return np.asarray(preprocessing._upright(image, preprocessing._orientation(image, data)))
 
 
@@ -130,6 +131,36 @@ def test_sixteen_bits_of_grey_become_eight():
     wide = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
     shown = levels_of(file_of(wide))
     assert (shown[..., 0].reshape(-1) == np.arange(256)).all()
+
+
+def in_each_mode() -> list[bytes]:
+    image, grey = Image.fromarray(PIXELS), np.arange(PIXELS[..., 0].size, dtype=np.uint16) * 11
+    palette, written = image.quantize(8), [file_of(grey.reshape(PIXELS.shape[:2]))]
+    modes = [("PNG", mode) for mode in ("RGB", "L", "LA", "RGBA", "1", "P")]
+    for form, mode in (*modes, ("JPEG", "CMYK"), ("JPEG", "RGB"), ("WEBP", "RGBA"), ("GIF", "P")):
+        made = io.BytesIO()
+        image.putalpha(Image.fromarray(PIXELS[..., 1])) if mode.endswith("A") else None
+        image.convert(mode).save(made, form)
+        written.append(made.getvalue())
+    for form in ("PNG", "GIF"):
+        made = io.BytesIO()
+        palette.save(made, form, transparency=palette.getpixel((0, 0)))
+        written.append(made.getvalue())
+    return written
+
+
+@pytest.mark.parametrize("size", [(24, 36), (180, 240), (60, 97), (97, 60), (60, 36), (24, 97)])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_strips_have_the_levels_of_the_whole(size, orientation, monkeypatch):
+    monkeypatch.setattr(preprocessing, "STRIP_PIXELS", 700)
+    monkeypatch.setattr(preprocessing, "LARGE_PIXELS", 1000)
+    for data in in_each_mode():
+        with preprocessing._opened(data) as image:
+            image.load()
+            whole = preprocessing._upright(image, orientation)
+            expected = np.asarray(whole.resize(size[::-1], Image.Resampling.BICUBIC))
+            found = np.asarray(preprocessing._resized(image, orientation, size))
+        assert np.array_equal(found, expected), image.mode
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])

@@ -9,6 +9,7 @@ Rejected entries lie behind the text, and the guesses overwrite them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from drafters.eagle3.cuda.head import PIECE, HeadModel
 from drafters.eagle3.cuda.ops import Pending
+from specdec.core.pictures import SoftRows
 from targets.cuda.ops import Rows
 from targets.sampling_params import Rules, SamplingTable
 
@@ -50,16 +52,59 @@ def propose(inputs: Drafting, rows: Rows, needs_sampler: bool) -> None:
 
 
 @torch.inference_mode()
-def read(inputs: Drafting, slot: int, start: int, features: Tensor, tokens: list[int]) -> None:
+def read(
+    inputs: Drafting,
+    slot: int,
+    start: int,
+    features: Tensor,
+    tokens: list[int],
+    soft: SoftRows = (),
+) -> None:
     """A chunk of a prompt: features [1, T, F] from position `start` on, and the token that follows
-    each. The last is pending too, to draft from."""
+    each. The last is pending too, to draft from. soft: rows of pictures in place of those tokens'
+    embeddings."""
     device, head = features.device, inputs.head
     ids = torch.tensor(tokens, dtype=torch.int32, device=device)
     first = torch.zeros(1, dtype=torch.int32, device=device)
-    for at in range(0, len(tokens), PIECE):
-        part = ids[None, at : at + PIECE].contiguous()
-        h = head.fuse(features[:, at : at + PIECE].contiguous(), first)
-        head.store(Rows(part, first + (start + at), first + slot), h)
+    for at, end, rows in _pieces(len(tokens), soft):
+        part, table = ids[None, at:end].contiguous(), None
+        if rows is not None:  # a table of their own, by their numbers
+            part = torch.arange(end - at, dtype=torch.int32, device=device)[None]
+            table = head.table_of(rows)
+        h = head.fuse(features[:, at:end].contiguous(), first)
+        head.store(Rows(part, first + (start + at), first + slot), h, table)
     pending = inputs.pending
     pending.features[slot, 0], pending.chosen[slot, 0] = features[0, -1], ids[-1]
     pending.count[slot] = 1
+
+
+def read_pictures(
+    inputs: Drafting,
+    slot: int,
+    start: int,
+    features: Tensor,
+    tokens: list[int],
+    soft: SoftRows,
+) -> None:
+    """`read` of a chunk [1, T, F] with pictures, and of the entry before it: where the chunk begins
+    with a picture, that entry could not be made before. Its features are pending. tokens: from the
+    chunk's own first one on, T + 1 of them, by which `soft` is numbered."""
+    if start == 0:
+        behind = tuple((first - 1, rows) for first, rows in soft)
+        read(inputs, slot, start, features, tokens[1:], behind)
+        return
+    before = inputs.pending.features[slot, :1][None]
+    read(inputs, slot, start - 1, torch.cat([before, features], 1), tokens, soft)
+
+
+def _pieces(count: int, soft: SoftRows) -> Iterator[tuple[int, int, Tensor | None]]:
+    """First token, end and rows [end - first, H] of the parts in which tokens are read, each of a
+    text (None) or of a picture."""
+    at = 0
+    for first, rows in soft:
+        yield from ((n, min(first, n + PIECE), None) for n in range(at, first, PIECE))
+        at = first + len(rows)
+        for n in range(max(first, 0), at, PIECE):  # nothing comes before a prompt's first token
+            end = min(at, n + PIECE)
+            yield n, end, rows[n - first : end - first]
+    yield from ((n, min(count, n + PIECE), None) for n in range(at, count, PIECE))

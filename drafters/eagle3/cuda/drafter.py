@@ -30,8 +30,12 @@ class EagleDraftHead:
         # from there on nothing is guessed; before, a shorter prompt may begin alike
         if stop <= self.inputs.head.longest:
             chosen = int(step.chosen[0, 0])
-            tokens = [*seq.tokens[start + 1 : stop + 1], chosen][: stop - start]
-            drafting.read(self.inputs, seq.slot, start, step.features, tokens)
+            tokens = [*seq.tokens[start : stop + 1], chosen][: stop - start + 1]
+            where = self.inputs, seq.slot, start, step.features
+            if step.pictures:
+                drafting.read_pictures(*where, tokens, step.pictures)
+            else:
+                drafting.read(*where, tokens[1:])
 
     def propose(self, rows: Rows, needs_sampler: bool) -> None:
         drafting.propose(self.inputs, rows, needs_sampler)

@@ -108,17 +108,26 @@ class HeadModel:
         o, qkv = self.weights.o, self._project(rows, h, own)
         return self.ops.linear(self.ops.attention(qkv, self.layer, rows, o.kind), o)
 
-    def store(self, rows: Rows, h: Tensor) -> None:
-        """Write the rows' entries from the target's states, without predictions from them."""
-        self.ops.store(self._project(rows, h, False), self.layer, rows)
+    def store(self, rows: Rows, h: Tensor, table: Linear | None = None) -> None:
+        """Write the rows' entries from the target's states, without predictions from them. table:
+        the embeddings of their tokens, None for the target's."""
+        self.ops.store(self._project(rows, h, False, table), self.layer, rows)
 
-    def _project(self, rows: Rows, h: Tensor, own: bool) -> Tensor:
+    def table_of(self, rows: Tensor) -> Linear:
+        """Rows [n, H] as embeddings of tokens 0 .. n - 1, as the target has them: a norm follows,
+        which undoes any scale."""
+        kind = self.target.weights.embedding.kind
+        values = rows.float() if kind == "float32" else rows.bfloat16()
+        return self.ops.pack(values, None, kind, "plain")
+
+    def _project(self, rows: Rows, h: Tensor, own: bool, table: Linear | None = None) -> Tensor:
         w = self.weights
         feedback = w.norm if own and self.spec.norm_output else None
         residual = self.spec.norm_before_residual
         norms = PairNorms(w.embedding_norm, w.hidden_norm, feedback, residual)
         tokens = rows.tokens.flatten() if rows.tokens.shape[1] > 1 else rows.tokens[:, 0]
-        x = self.ops.pair(self.target.weights.embedding, tokens, h, norms, w.qkv.kind)
+        table = self.target.weights.embedding if table is None else table
+        x = self.ops.pair(table, tokens, h, norms, w.qkv.kind)
         return self.ops.linear(x, w.qkv)
 
     def logits(self, h: Tensor, mixed: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from drafters.eagle3.spec import HeadSpec
 from specdec.core.types import NO_GUESS, Array, Proposal, Step
 from targets.jax.device_drafter import SlotState, TracedDrafter
 from targets.jax.guessing import guess
+from targets.jax.model import Merged
 from targets.sampling_params import Rules, SamplingTable
 
 
@@ -164,13 +165,15 @@ def read(
     tokens: Array,
     start: Array,
     count: Array,
+    merged: Merged | None = None,
 ) -> DraftState:
     """One slot's prefill chunk: features [1, T, F] from position `start` on, and the tokens [1, T]
-    that follow each; the first `count` are real. The last is pending too, to draft from."""
+    that follow each; the first `count` are real. The last is pending too, to draft from. merged:
+    rows of pictures in place of those tokens' embeddings."""
     row = jax.tree.map(lambda leaf: leaf[slot][None], memory.cache)
     offset = jnp.arange(tokens.shape[1])[None]
     positions = jnp.where(offset < count, start + offset, -1)
-    row, _ = _extend(static, inputs, row, tokens, features, positions)
+    row, _ = _extend(static, inputs, row, tokens, features, positions, merged)
     cache = jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), memory.cache, row)
     old = memory.pending
     pending = Pending(
@@ -181,6 +184,25 @@ def read(
     return DraftState(cache, pending)
 
 
+def read_pictures(
+    static: HeadProgram,
+    inputs: DraftInputs,
+    memory: DraftState,
+    slot: Array,
+    features: Array,
+    tokens: Array,
+    start: Array,
+    count: Array,
+    merged: Merged,
+) -> DraftState:
+    """`read` of a chunk [1, T] with pictures, and of the entry before it: where the chunk begins
+    with a picture, that entry could not be made before. Its features are pending. tokens and merged
+    [1, T + 1]: from the chunk's own first one on; `count` are real."""
+    before = memory.pending.features[slot, :1][None].astype(features.dtype)
+    features = jnp.concatenate([before, features], 1)
+    return read(static, inputs, memory, slot, features, tokens, start - 1, count, merged)
+
+
 def _extend(
     static: HeadProgram,
     inputs: DraftInputs,
@@ -188,10 +210,13 @@ def _extend(
     tokens: Array,
     features: Array,
     positions: Array,
+    merged: Merged | None = None,
 ) -> tuple[DraftCache, Array]:
     """Entries of tokens [B, T] that were chosen from features [B, T, F]."""
     hidden = head.fuse(inputs.head, static.spec, features)
     embedded = head.embed(inputs.table, tokens).astype(hidden.dtype)
+    if merged is not None:  # as the target has them: a norm follows, which undoes any scale
+        embedded = jnp.where(merged.there[..., None], merged.rows.astype(hidden.dtype), embedded)
     return head.decode(inputs.head, static.spec, cache, embedded, hidden, positions)
 
 

@@ -19,7 +19,7 @@ from targets.jax.cache import TILE
 from targets.jax.host_drafter import sampling_of
 from targets.jax.placing import put, replicated, zeros
 from targets.jax.programs import bind
-from targets.jax.target import JaxTarget
+from targets.jax.target import JaxTarget, merge
 
 
 class EagleDraftHead:
@@ -36,7 +36,9 @@ class EagleDraftHead:
         self.placed, self.target_ids = place(head, target.dtype, target.mesh)
         self.longest = min(target.max_len, head.spec.max_position)
         self.memory = self._blank()
-        self._read = jax.jit(bind(drafting.read, self.program(False)), donate_argnums=1)
+        program = self.program(False)
+        self._read = jax.jit(bind(drafting.read, program), donate_argnums=1)
+        self._read_pictures = jax.jit(bind(drafting.read_pictures, program), donate_argnums=1)
 
     def _blank(self) -> DraftState:
         slots, width, mesh = self.target.slots, self.k + 1, self.target.mesh
@@ -57,8 +59,15 @@ class EagleDraftHead:
         the one chosen."""
         assert step.features is not None, "the target was loaded without the head's layers"
         chosen, count = int(step.chosen[0, 0]), stop - start
-        following = [*seq.tokens[start + 1 : stop + 1], chosen][:count]
-        self.read(seq.slot, step.features, following, start)
+        tokens = [*seq.tokens[start : stop + 1], chosen][: count + 1]
+        if not step.pictures:
+            self.read(seq.slot, step.features, tokens[1:], start)
+            return
+        padded = np.zeros((1, step.features.shape[1] + 1), np.int32)
+        padded[0, : count + 1] = tokens
+        merged = merge(step.pictures, (padded.shape[1], self.spec.hidden), self.target.dtype)
+        where = np.int32(seq.slot), step.features, padded, np.int32(start), np.int32(count + 1)
+        self.memory = self._read_pictures(self.weights(), self.memory, *where, merged)
 
     def read(self, slot: int, features: Array, following: list[int], start: int) -> None:
         """Make the entries from position `start` on, of features [1, T, F] and the token that

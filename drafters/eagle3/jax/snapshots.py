@@ -3,7 +3,7 @@
 Entry p is of the target's features at p and the token at p + 1. So the entry at a chunk's end
 depends on what follows, and belongs to the next chunk: a chunk's are those one place earlier than
 the target's. The last one is made anew, of the features that the boundary keeps and the token that
-the prompt at hand has there.
+the prompt at hand has there; where that is a picture's place, once more with the picture's chunk.
 """
 
 from __future__ import annotations

@@ -154,6 +154,20 @@ def test_inputs_of_a_head():
         torch.testing.assert_close(got, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 23, 128])
+def test_rows_of_a_picture_are_a_table_of_their_own(count):
+    ours, twin = Heads(arch_of(HEAD), 256, {"fp8", "bf16"}), DraftReference(arch_of(HEAD))
+    values, tokens = randn(count, HIDDEN, seed=1).bfloat16(), torch.arange(count).int()
+    norms = PairNorms(*(1 + 0.1 * randn(HIDDEN, seed=i) for i in range(2)), None, False)
+    found = []
+    for ops in (ours, twin):
+        h = randn(count, HIDDEN, seed=7)
+        just_written(tokens, h)
+        table = ops.pack(values, None, "bf16", "plain")
+        found.append(ops.pair(table, tokens, h, norms, "fp8" if ops is ours else "float32"))
+    assert error(rows_of(found[0], 2 * HIDDEN, "fp8"), found[1]) < NEAR
+
+
 def test_bookkeeping_of_a_head():
     ours = Heads(arch_of(HEAD), 256, {"fp8", "bf16"})
     twin = DraftReference(arch_of(HEAD))

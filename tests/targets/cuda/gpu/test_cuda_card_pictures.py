@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from drafters.eagle3.cuda.drafter import EagleDraftHead
+from drafters.eagle3.cuda.head import HeadModel, arch_of, place
+from drafters.eagle3.cuda.ops import DraftReference
+from drafters.eagle3.spec import random_head
 from drafters.ngram.host import NgramDrafter
 from drafters.none.host import NoDrafter
 from specdec.core.cycle import host_cycle
@@ -22,9 +26,10 @@ from targets.arch import LayerSpec, Rope, released
 from targets.backend import snapshots_of
 from targets.cuda import attention, target as cuda_target
 from targets.cuda.cache import KVCache, make_cache, read
+from targets.cuda.host_drafter import DeviceHead, HostHead
 from targets.cuda.kernels import Kernels
 from targets.cuda.load import CudaOptions, load_target, random_target
-from targets.cuda.ops import AttentionLayer
+from targets.cuda.ops import AttentionLayer, Rows
 from targets.cuda.params import random_params
 from targets.cuda.prefill import prefill
 from targets.cuda.prefill_kernels import PrefillKernels
@@ -40,6 +45,7 @@ from tests.support.modes import MODES
 from tests.support.pictures import levels, prompt_of, words
 from tests.targets.cuda.attention_cases import POSITIONS, Case, one_layer_of
 from tests.targets.cuda.card import KINDS, Differences, error, randn
+from tests.targets.cuda.gpu.card_targets import SPEC, table_of
 from tools import picture_times, seeing_mini
 
 pytestmark = pytest.mark.gpu
@@ -324,6 +330,58 @@ def test_a_warm_prompt_says_what_a_cold_one_says():
     for _ in range(2):
         assert decode(target, NoDrafter(), cycle, "greedy", cache=cache_) == cold
     assert cache_.hits > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_an_eagle3_head_is_fed_a_pictures_rows(dtype):
+    """Its entries are near those of plain torch, fed the same rows, and not near those of padding;
+    and it changes no token."""
+    from targets.cuda.device_loop import device_loop
+
+    sizes = {"slots": 3, "max_len": 1024, "dtype": dtype, "features": SPEC.layers}
+    target = load_target(folder(), CudaOptions(**sizes, vision=read_vision(folder())))
+    head = random_head(SPEC)
+    drafter = HostHead(EagleDraftHead(HeadModel(head, target), 4))
+    plain = decode(target, NoDrafter(), host_cycle(target, NoDrafter(), 0), "greedy")
+    assert decode(target, drafter, host_cycle(target, drafter, 4), "greedy") == plain
+    captured = device_loop(target, DeviceHead(drafter), 4)
+    assert decode(target, drafter, captured, "greedy") == plain
+    ours, theirs, padded = entries_of(drafter.head.inputs.head, head, drafter)
+    assert error(ours, theirs) < {"fp8": 0.06, "bfloat16": 0.02}[dtype]
+    assert error(ours, padded) > 0.1
+
+
+@torch.inference_mode()
+def entries_of(model, head, drafter):
+    """Keys and values of a prompt with a picture: as the drafter reads it, by plain torch, and by
+    plain torch with padding at the picture's places."""
+    target, found = model.target, []
+    ids, pictures = prompt_of(target.vision, words(20, 2), ONE, words(4, 3))
+    seq = Sequence(list(ids), slot=0, pictures=pictures)
+    step = target.prefill(seq, 0, len(ids))
+    drafter.prefill(seq, 0, len(ids), step)
+
+    def kept_there():
+        parts = read(model.layer.cache, 0, 0, len(ids) - 1)
+        return torch.cat([part.double().flatten() for part in parts])
+
+    found.append(kept_there())
+    following = torch.tensor(ids[1:], device=target.device).clamp(min=0)
+    rows = table_of(target)[following].bfloat16()
+    merged, (placed,) = rows.clone(), pictures
+    ((first, soft),) = step.pictures
+    assert (first, len(soft)) == (placed.start, placed.picture.tokens)
+    merged[placed.start - 1 : placed.stop - 1] = soft.bfloat16()
+    model.ops = twin = DraftReference(arch_of(head.spec))
+    model.weights = place(head, "float32", twin, target.device)
+    numbers = torch.arange(len(rows), device=target.device).int()[None]
+    none = numbers[0, :1]
+    for values in (merged, rows):
+        table = twin.pack(values, None, "bf16", "plain")
+        h = model.fuse(step.features[:, :-1].contiguous(), none)
+        model.store(Rows(numbers, none, none), h, table)
+        found.append(kept_there())
+    return found
 
 
 def test_choices_are_near_those_of_the_reference():
