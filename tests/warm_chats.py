@@ -23,6 +23,8 @@ from tests.lossless.warm_parts import WarmBench
 CALLS = 30
 """Of a tool loop."""
 STRANGERS = 20
+STRANGERS_ANSWER = 24
+"""Tokens; what a stranger leaves in its slot is its prompt's in any case."""
 LONG_ANSWER = 500
 
 
@@ -171,7 +173,7 @@ class Meeting:
         limit = self.bench.target.max_len - 60
         turn.prompt = turn.prompt[:limit]
         for _ in range(turn.strangers):
-            self.run(self.warm, self.stranger(24))
+            self.run(self.warm, self.stranger(STRANGERS_ANSWER))
         while turn.evicted and self.cache.pool.give_way():
             pass
         seed = self.random.randrange(2**32)

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    for name, value in {"CALLS": 4, "STRANGERS": 2, "LONG_ANSWER": 60}.items():
+    sizes = {"CALLS": 4, "STRANGERS": 2, "STRANGERS_ANSWER": 4, "LONG_ANSWER": 60}
+    for name, value in sizes.items():
         monkeypatch.setattr(warm_chats, name, value)
 
 
