@@ -26,6 +26,8 @@ STRANGERS = 20
 STRANGERS_ANSWER = 24
 """Tokens; what a stranger leaves in its slot is its prompt's in any case."""
 LONG_ANSWER = 500
+PARTS = 1
+"""Prompts and what is added to them are this part of what is drawn; chunks may be as well."""
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Chats:
 
     def words(self, low: int, high: int) -> list[int]:
         """With a period, so that prompt lookup finds something."""
-        count, period = self.random.randint(low, high), self.random.randint(3, 40)
+        count, period = self.random.randint(low, high) // PARTS, self.random.randint(3, 40)
         some = [self.random.randrange(3, self.vocab) for _ in range(period)]
         return [some[i % period] for i in range(count)]
 
