@@ -32,6 +32,7 @@ from tests.support.lossless import (
     check_nothing_is_drafted,
     decode_three,
 )
+from tests.support.worded import WORDS
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
