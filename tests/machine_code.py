@@ -3,11 +3,15 @@
 `python -m tests.machine_code` compiles all variants (4 minutes on one core) and writes the table;
 `python -m tests.machine_code gemm moe` those of these files alone. For a change that is meant to
 change machine code, on a card as well: a change that is not needs no new table.
+
+The table also has a digest of what each file's kernels were compiled from. Where that is the same,
+so is the machine code, and the fast suite compiles one variant of the file in place of many.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import struct
 import sys
@@ -15,6 +19,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from targets.cuda import launch
 from targets.cuda.launch import Variant, compile_variant
 from tests.support.places import DATA
 from tests.targets.cuda.kernel_variants import FILES, needed
@@ -87,6 +92,15 @@ def key(variant: Variant) -> str:
     return " ".join([variant.file, *(f"{name}={value}" for name, value in variant.macros)])
 
 
+def inputs(made: list[Variant]) -> str:
+    """A digest of all that the compiler is given for the variants of a file, and of how."""
+    of = hashlib.sha256(inspect.getsource(compile_variant).encode())
+    for file in (made[0].source, *launch._headers()):
+        of.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    of.update(repr(sorted((key(variant), variant.options) for variant in made)).encode())
+    return of.hexdigest()[:LETTERS]
+
+
 def compiler() -> str:
     """NVRTC's version, to the build."""
     from importlib.metadata import version
@@ -96,7 +110,7 @@ def compiler() -> str:
 
 @cache
 def table() -> dict:
-    """The version of NVRTC that made it, and a digest for each key."""
+    """The version of NVRTC that made it, a digest for each key, and one of each file's inputs."""
     return json.loads(TABLE.read_text())
 
 
@@ -104,10 +118,13 @@ def write(files: list[str]) -> None:
     """Anew, or anew of these files alone."""
     kept = {} if files == sorted(FILES) else table()["digests"]
     digests = {name: value for name, value in kept.items() if name.split()[0] not in files}
+    given = {} if files == sorted(FILES) else table()["inputs"]
     for file in files:
+        given |= {file: inputs(needed(file))}
         digests |= {key(variant): digest(compile_variant(variant)) for variant in needed(file)}
         print(file, flush=True)
-    whole = {"nvidia-cuda-nvrtc": compiler(), "digests": dict(sorted(digests.items()))}
+    whole = {"nvidia-cuda-nvrtc": compiler(), "inputs": dict(sorted(given.items()))}
+    whole |= {"digests": dict(sorted(digests.items()))}
     TABLE.write_text(json.dumps(whole, indent=1) + "\n")
 
 

@@ -23,7 +23,11 @@ from tests.lossless.warm_parts import WarmBench
 CALLS = 30
 """Of a tool loop."""
 STRANGERS = 20
+STRANGERS_ANSWER = 24
+"""Tokens; what a stranger leaves in its slot is its prompt's in any case."""
 LONG_ANSWER = 500
+PARTS = 1
+"""Prompts and what is added to them are this part of what is drawn; chunks may be as well."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Chats:
 
     def words(self, low: int, high: int) -> list[int]:
         """With a period, so that prompt lookup finds something."""
-        count, period = self.random.randint(low, high), self.random.randint(3, 40)
+        count, period = self.random.randint(low, high) // PARTS, self.random.randint(3, 40)
         some = [self.random.randrange(3, self.vocab) for _ in range(period)]
         return [some[i % period] for i in range(count)]
 
@@ -171,7 +175,7 @@ class Meeting:
         limit = self.bench.target.max_len - 60
         turn.prompt = turn.prompt[:limit]
         for _ in range(turn.strangers):
-            self.run(self.warm, self.stranger(24))
+            self.run(self.warm, self.stranger(STRANGERS_ANSWER))
         while turn.evicted and self.cache.pool.give_way():
             pass
         seed = self.random.randrange(2**32)

@@ -40,7 +40,11 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: Any) -> Tensor:
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """NeoX pairing (i, i + D / 2) of x [..., D] by angles [..., D / 2]."""
-    cos, sin = angles.cos(), angles.sin()
+    return turn(x, angles.cos(), angles.sin())
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate`, of angles whose cosines and sines are there already."""
     low, high = x.chunk(2, -1)
     left = torch.addcmul(low * cos, high, sin, value=-1)
     return torch.cat([left, torch.addcmul(high * cos, low, sin)], -1)
@@ -125,6 +129,8 @@ def attend(
     best = scores.amax(-1)  # [K, G, C]
     parts = torch.exp(scores - best[..., None])
     mixed = parts.transpose(1, 2) @ v.unflatten(1, (-1, CHUNK))  # [K, C, G, D]
+    if stop - start == CHUNK:  # one partial is the whole: its share is 1
+        return mixed[:, 0] / parts[..., 0, :].sum(-1)[..., None]
     share = torch.exp(best - best.amax(-1, keepdim=True))
     total, whole = torch.zeros_like(q), torch.zeros_like(share[..., 0])
     for c in range(share.shape[-1]):
@@ -137,9 +143,10 @@ def _chunks(cache: LayerCache, slot: int, start: int, stop: int) -> tuple[Tensor
     """k, v [K, stop - start, D] float32 of whole chunks, each of which lies in one piece."""
     firsts = [at % cache.size for at in range(start, stop, CHUNK)]
     keys, values = cache.k[slot, ..., : cache.head_dim], cache.v[slot, :, :, : cache.head_dim]
-    blocks = [values[:, at // LANES : (at + CHUNK) // LANES] for at in firsts]
+    blocks = [values[:, at // LANES : (at + CHUNK) // LANES].float() for at in firsts]
     k = torch.cat([keys[:, at : at + CHUNK].float() for at in firsts], 1)
-    return k, torch.cat([part.float() for part in blocks], 1).transpose(2, 3).reshape(k.shape)
+    v = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+    return k, v.transpose(2, 3).reshape(k.shape)
 
 
 def as_e4m3(x: Tensor, groups: int = 1) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.types import NO_GUESS
-from targets.arch import Arch, MoeSpec, Rope
+from targets.arch import Arch, LayerSpec, MoeSpec, Rope
 from targets.cuda import cache as kv, certified, int8, sampling
 from targets.cuda.formulas import (
     as_e4m3,
@@ -30,9 +30,9 @@ from targets.cuda.formulas import (
     query,
     rank,
     rms,
-    rotate,
     scaled,
     soft_cap,
+    turn,
 )
 from targets.cuda.four_bits import FourBits
 from targets.cuda.int8 import Int16
@@ -152,14 +152,13 @@ class Reference:
         spec = layer.spec
         if spec.kv_from is None:
             self.store(qkv, layer, rows)
-        inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
         queries = query(qkv, layer.q_norm, spec, self.arch.eps)
         out = torch.zeros((len(qkv), spec.heads * spec.head_dim), device=qkv.device)
         tokens, reach = rows.tokens.shape[1], reach_of(rows, spec)
         reaches = None if reach is None else reach.flatten().tolist()
         for r, (slot, position) in enumerate(_places(rows)):
             if slot >= 0:
-                q = rotate(queries[r].clone(), (position + layer.ahead) * inverse)
+                q = turn(queries[r].clone(), *_turns(spec, position + layer.ahead, qkv.device))
                 newest = position + (tokens - 1 - r % tokens if spec.both_ways else 0)
                 newest = newest if reaches is None else reaches[r]
                 mixed = attend(q, layer.cache, slot, position, spec.window, newest)
@@ -168,12 +167,12 @@ class Reference:
 
     def store(self, qkv: Tensor, layer: AttentionLayer, rows: Rows) -> None:
         spec, tokens = layer.spec, rows.tokens.shape[1]
-        inverse = _inverse(spec.rope, spec.head_dim, qkv.device)
         made = key_and_value(qkv, layer.k_norm, spec, self.arch.eps)
         parts = (part.split(tokens) for part in made)
         for slot, start, k, v in zip(rows.slot.tolist(), rows.start.tolist(), *parts, strict=True):
             if slot >= 0:
-                turned = [rotate(row.clone(), (start + t) * inverse) for t, row in enumerate(k)]
+                turns = [_turns(spec, start + t, qkv.device) for t in range(tokens)]
+                turned = [turn(row.clone(), *by) for row, by in zip(k, turns, strict=True)]
                 kv.write(layer.cache, slot, start, torch.stack(turned), v)
 
     def per_layer_inputs(self, mixed: Tensor, table: Tensor, norm: Tensor, rows: Rows) -> Tensor:
@@ -283,6 +282,19 @@ class Reference:
 def _inverse(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
     """Inverse frequencies, cached: every call of a layer's kind needs them again."""
     return inverse_frequencies(rope, head_dim, device)
+
+
+def _turns(spec: LayerSpec, position: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _cos_and_sin(spec.rope, spec.head_dim, position, device)
+
+
+@lru_cache(maxsize=4096)
+def _cos_and_sin(
+    rope: Rope, head_dim: int, position: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Of a position's angles, cached: each layer and head turns by the same ones."""
+    angles = position * _inverse(rope, head_dim, device)
+    return angles.cos(), angles.sin()
 
 
 def _places(rows: Rows) -> list[tuple[int, int]]:

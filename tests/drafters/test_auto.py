@@ -613,14 +613,17 @@ def test_guesses_are_counted_up_to_the_first_gap():
 
 @pytest.mark.usefixtures("cheap_programs")
 def test_doctor_and_evaluation_tell_what_it_knows(capsys, tmp_path, worded):
-    base = ["--slots", "2", "--max-len", "128", "--drafter", "auto", "--auto-with", "none"]
-    out, shown = run(capsys, "doctor", *base, "--json")
+    base = ["--model", str(worded), "--slots", "2", "--max-len", "128"]
+    base += ["--drafter", "auto", "--auto-with", "none"]
+    with pytest.raises(SystemExit):  # a random model reads plain code no better than noise
+        run(capsys, "doctor", *base, "--json")
+    out, shown = capsys.readouterr()
     costs = json.loads(out.splitlines()[-1])["policy"]["seconds"]
     assert {(c["rows"], c["depth"], c["drafted"]) for c in costs} == {(1, 4, 0), (2, 4, 0)}
     assert "what cycles cost" in shown
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"one two three one two"\n"def f(x): return f(x"')
-    base += ["--model", str(worded), "--max-tokens", "20"]
+    base += ["--max-tokens", "20"]
     out, shown = run(capsys, "eval-acceptance", str(prompts), *base, "--json")
     document = json.loads(out.splitlines()[-1])
     assert document["equality"]["equal"] and "had one drafter guessed alone" in shown

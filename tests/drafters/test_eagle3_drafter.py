@@ -32,6 +32,7 @@ from tests.support.lossless import (
     check_nothing_is_drafted,
     decode_three,
 )
+from tests.support.worded import WORDS
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
@@ -118,10 +119,12 @@ def test_a_window_is_the_heads_own_or_what_was_asked_for(asked, seen):
     assert draft.head.spec.window == seen
 
 
-def test_eagle3_from_the_command_line(tmp_path, capsys):
-    save_flat(random_head(MINI), tmp_path, stop_ids=(1,))
+def test_eagle3_from_the_command_line(tmp_path, capsys, worded):
+    head = random_head(replace(SPEC, vocab=WORDS, draft_vocab=500, layers=(0, 1, 2)))
+    save_flat(head, tmp_path, stop_ids=(1,))
     alias = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
-    out, _ = run(capsys, *BASE, "--json", "--speculative-config", json.dumps(alias))
+    given = ["--model", str(worded), "--json", "--speculative-config", json.dumps(alias)]
+    out, _ = run(capsys, *BASE, *given)
     document = json.loads(out.splitlines()[-1])
     assert document["tokens"] == 8 and document["drafted"] > 0
     assert document["config"]["speculation"]["drafter"] == "eagle3"

@@ -40,6 +40,7 @@ def test_an_example_of_a_server(mini_server: Server, capsys, name):
     assert all(words in said for words in OF_A_SERVER[name]), said
 
 
+@pytest.mark.usefixtures("cheap_programs")
 @pytest.mark.parametrize("name", OF_THE_LIBRARY)
 def test_an_example_of_the_library(capsys, name):
     runpy.run_path(str(FOLDER / f"{name}.py"))["main"]()
@@ -47,6 +48,7 @@ def test_an_example_of_the_library(capsys, name):
     assert all(words in said for words in OF_THE_LIBRARY[name]), said
 
 
+@pytest.mark.usefixtures("cheap_programs")
 def test_the_example_of_pictures(capsys, tmp_path):
     model = seeing_mini.write(tmp_path / "seeing")
     picture = tmp_path / "picture.png"

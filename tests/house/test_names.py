@@ -94,6 +94,7 @@ def words_by_stem() -> dict[str, frozenset[str]]:
     return {stem: frozenset(words) for stem, words in found.items()}
 
 
+@cache
 def _code(file: Path) -> str:
     """A source without its comments and docstrings."""
     try:

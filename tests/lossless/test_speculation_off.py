@@ -9,7 +9,8 @@ from specdec.assembly.engine import make_engine
 from specdec.assembly.model import Model, load_model
 from specdec.core.config import Loop, ModelConfig, SpeculationConfig
 from specdec.core.types import Sampling, Sequence, Speculative
-from tests.support.serving import Server
+
+pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 CODE = "def add_one(items):\n    return [item + 1 for item in items]\n\ndef add_two(items):\n"
 REQUESTS = ((CODE, 0.0, 40), ("class A:\n    def f(self):\n", 1.0, 20), ("import os\n", 0.0, 40))
@@ -53,20 +54,3 @@ def test_texts_are_equal_and_nothing_is_guessed(worded, drafter, loop):
         for seq, speculates in zip(seqs, on, strict=True):
             assert (seq.acceptance.drafted > 0) == speculates
             assert speculates or seq.acceptance.tau == 1
-
-
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_request_switches_it_off(mini_server: Server, path):
-    ask = {"max_tokens": 24, "temperature": 0, "include_speculation": True}
-    said = {"messages": [{"role": "user", "content": CODE}]} if "chat" in path else {"prompt": CODE}
-    bodies = [
-        mini_server.post(path, **ask, **said, speculative={"enabled": enabled}).json()
-        for enabled in (True, False)
-    ]
-    ids = [
-        [token["id"] for read in body["choices"][0]["speculation"] for token in read["tokens"]]
-        for body in bodies
-    ]
-    assert ids[0] == ids[1]
-    on, off = (body["metrics"]["speculative_decoding"] for body in bodies)
-    assert on["draft_tokens"] > 0 == off["draft_tokens"] and off["tokens_per_pass"] == 1

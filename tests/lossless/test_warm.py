@@ -14,19 +14,25 @@ from specdec.core.prefix_cache.keys import chain
 from specdec.core.prefix_cache.pool import SnapshotPool
 from specdec.core.types import Sequence
 from tests import warm_chats
+from tests.lossless import warm_parts
 from tests.lossless.warm_parts import WarmBench
 from tests.warm_chats import Chats, Meeting, Turn
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    for name, value in {"CALLS": 4, "STRANGERS": 2, "LONG_ANSWER": 60}.items():
-        monkeypatch.setattr(warm_chats, name, value)
+@pytest.fixture(autouse=True, scope="module")
+def short():
+    """As many chunks as in the campaign, of half as many tokens."""
+    sizes = {"CALLS": 4, "STRANGERS": 2, "STRANGERS_ANSWER": 4, "LONG_ANSWER": 60, "PARTS": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_parts, "CHUNK", warm_parts.CHUNK // sizes["PARTS"])
+        for name, value in sizes.items():
+            patch.setattr(warm_chats, name, value)
+        yield
 
 
-warm_bench = partial(WarmBench, context=640)
+warm_bench = partial(WarmBench, context=400)
 """As long as the longest of these texts: they are cut nowhere, and attention reads no more."""
 
 TALK = 0

@@ -4,16 +4,11 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from drafters import registry
 from drafters.ngram.host import NgramDrafter
-from specdec.assembly.engine import make_engine
-from specdec.assembly.model import load_model
-from specdec.core.config import ModelConfig
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.types import Sequence
@@ -143,32 +138,32 @@ def thinking() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_request_switches_speculation_off(mini_server: Server, path):
+    ask = {"max_tokens": 24, "temperature": 0, "include_speculation": True}
+    said = (
+        {"messages": [{"role": "user", "content": PROMPT}]}
+        if "chat" in path
+        else {"prompt": PROMPT}
+    )
+    bodies = [
+        mini_server.post(path, **ask, **said, speculative={"enabled": enabled}).json()
+        for enabled in (True, False)
+    ]
+    ids = [
+        [token["id"] for read in body["choices"][0]["speculation"] for token in read["tokens"]]
+        for body in bodies
+    ]
+    assert ids[0] == ids[1]
+    on, off = (body["metrics"]["speculative_decoding"] for body in bodies)
+    assert on["draft_tokens"] > 0 == off["draft_tokens"] and off["tokens_per_pass"] == 1
+
+
 @pytest.mark.parametrize("value", ["yes", 1, {"on": True}])
 def test_anything_but_true_or_false_is_refused(server, value):
     reply = server.post("completions", model="mini", **ASK, include_speculation=value)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "include_speculation"
-
-
-def test_both_loops_report_the_same_guesses_and_auto_whose_they_are():
-    config = ModelConfig("mini", max_len=512)
-    auto = registry.resolved(registry.config_type()(k=4, loop="host"), config)
-    model = load_model(config, auto)
-    lookup, reports = replace(auto, drafter="ngram"), {}
-    ways = {"host": lookup, "device": replace(lookup, loop="device")}
-    ways |= {"auto": auto, "auto, device": replace(auto, loop="device")}
-    for way, speculation in ways.items():
-        engine = make_engine(model, speculation)
-        seq = Sequence(model.tokenizer.encode(PROMPT), max_tokens=40, reported=True)
-        told_ = [event.report for event in engine.run([seq]) if event.report is not None]
-        reports[way] = [(r.draft, r.guessers, r.accepted) for r in told_]
-        assert len(told_) == seq.acceptance.cycles and all(r.seconds > 0 for r in told_)
-        assert sum(r.accepted for r in told_) == seq.acceptance.accepted > 0
-    assert reports["host"] == reports["device"]
-    for way, choices in {"auto": {"suffix", "ngram"}, "auto, device": {"suffix"}}.items():
-        said_by = {name for _, guessers, _ in reports[way] for name in guessers}
-        assert said_by and said_by <= choices
-        assert all(len(draft) == len(guessers) for draft, guessers, _ in reports[way])
 
 
 def test_the_engine_reports_only_where_asked():

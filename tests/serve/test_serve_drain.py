@@ -170,7 +170,7 @@ def served(model, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     arguments = ["--model", str(model), "--port", port, "--slots", str(COUNT), "--k", "3"]
-    arguments += ["--max-len", "512"]
+    arguments += ["--max-len", "512", "--drafter", "ngram"]
     programs = os.environ["JAX_COMPILATION_CACHE_DIR"]  # the session's
     flags = {"XLA_FLAGS": cheap.FLAGS, "JAX_PLATFORMS": "cpu"}
     server = subprocess.Popen(

@@ -28,6 +28,8 @@ from targets.stored import dequantise
 from targets.tokenizer import load_tokenizer
 from tests.support.tiny import PREFIX, VOCAB, write_tiny
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 TABLE = f"{PREFIX}embed_tokens.weight"
 
 

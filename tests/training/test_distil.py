@@ -84,11 +84,12 @@ def test_cut_documents_are_prompts_of_the_length(documents, tokens) -> None:
     assert sum(len(piece) - 1 for piece in pieces) <= len(ids)
 
 
-def test_the_command_distils_mini_and_continues(tmp_path, capsys) -> None:
+@pytest.mark.usefixtures("cheap_programs")
+def test_the_command_distils_and_continues(tmp_path, capsys, worded) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "data"
     prompts.write_text('{"text": "def add(a, b):\\n    return a + b\\n"}\n' * 3)
     command = ["distil", str(prompts), "--out", str(out), "--cut", "8", "--limit", "2"]
-    command += ["--max-tokens", "4", "--temperature", "1"]
+    command += ["--max-tokens", "4", "--temperature", "1", "--model", str(worded)]
     run(capsys, *command)
     rows, manifest = read_answers(out)
     assert len(rows) == 2 and len(manifest["target"]) == 64

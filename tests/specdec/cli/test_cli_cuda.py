@@ -80,10 +80,12 @@ def test_cuda_references_say_the_same_whatever_the_drafter(capsys, tmp_path, wor
     assert document["device"] == "cpu: torch references"
 
 
-def test_cuda_references_score_and_check_as_jax_does(capsys, tmp_path):
+@pytest.mark.usefixtures("cheap_programs")
+def test_cuda_references_score_and_check_as_jax_does(capsys, tmp_path, worded):
     text = tmp_path / "text.py"
     text.write_text(PROMPT * 10)
     arguments = ["perplexity", str(text), "--window", "64", "--stride", "32", "--json"]
+    arguments += ["--model", str(worded)]
     ours, theirs = (
         json.loads(run(capsys, *arguments, *backend)[0].splitlines()[-1]) for backend in (CUDA, [])
     )

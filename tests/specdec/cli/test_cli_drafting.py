@@ -17,6 +17,8 @@ from targets import mini
 from targets.arch import released
 from tests.support.commands import CUDA, PROMPT, refused, run
 
+pytestmark = pytest.mark.usefixtures("cheap_programs")
+
 SHORT = ["generate", PROMPT, "--max-tokens", "10", "--json"]
 
 

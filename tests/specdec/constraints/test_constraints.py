@@ -20,12 +20,10 @@ from specdec.constraints.rules import ThinkingLimit
 from specdec.core.config import ModelConfig
 from specdec.core.constraint import EVERYTHING, forced_prefix_of, mask_rows, put_forced_first
 from specdec.core.errors import UserError
-from specdec.core.prediction import PredictedText, Prediction
 from specdec.core.types import NO_GUESS, Sampling, Sequence
 from tests.support.constrained import (
     AMBIGUOUS,
     SCHEMA,
-    check_predictions,
     mini_tokenizer,
     mini_vocabulary,
     requests,
@@ -216,28 +214,17 @@ def test_schemas_mean_what_the_standard_says(schema, valid, invalid):
 
 
 @cache
-def engine_of(model: str, drafter: str, k: int, loop: str, slots: int):
+def engine_of(drafter: str, k: int, loop: str, slots: int):
     """mini as commands run it: its programs are those that others have compiled."""
-    small = model != "mini"
-    config = ModelConfig(model, slots=slots, max_len=256 if small else ModelConfig.max_len)
-    draft = model if drafter == "model" and small else None
-    asked = registry.config_type()(drafter=drafter, k=k, loop=loop, draft_model=draft)
+    config = ModelConfig("mini", slots=slots, max_len=ModelConfig.max_len)
+    asked = registry.config_type()(drafter=drafter, k=k, loop=loop)
     speculation = registry.resolved(asked, config)
     return make_engine(load_model(config, speculation), speculation)
 
 
 @cache
-def plain_of(model: str) -> list[list[int]]:
-    return texts(engine_of(model, "none", 4, "host", 1))
-
-
-@pytest.mark.parametrize(("drafter", "loop"), [("ngram", "host"), ("model", "device")])
-def test_neither_drafter_nor_prediction_changes_a_token_of_constrained_text(worded, drafter, loop):
-    """And a good prediction saves cycles. The model drafts for itself: whole drafts are accepted,
-    and masks cut them."""
-    engine, plain = engine_of(str(worded), drafter, 4, loop, 4), plain_of(str(worded))
-    assert texts(engine) == plain
-    check_predictions(engine, plain)
+def plain() -> list[list[int]]:
+    return texts(engine_of("none", 4, "host", 1))
 
 
 @pytest.mark.slow
@@ -251,11 +238,11 @@ def test_neither_drafter_nor_prediction_changes_a_token_of_constrained_text(word
     ],
 )
 def test_no_drafter_changes_a_token_of_what_mini_says(drafter, k, loop):
-    assert texts(engine_of("mini", drafter, k, loop, 4)) == plain_of("mini")
+    assert texts(engine_of(drafter, k, loop, 4)) == plain()
 
 
 def test_documents_are_valid_and_logprobs_are_the_unmasked_ones():
-    tokenizer, engine = mini_tokenizer(), engine_of("mini", "none", 4, "host", 4)
+    tokenizer, engine = mini_tokenizer(), engine_of("none", 4, "host", 4)
     seq = requests(0.0, tokens=100)[0]
     engine.run_to_end([seq])
     assert seq.finish == "stop"
@@ -272,33 +259,6 @@ def test_documents_are_valid_and_logprobs_are_the_unmasked_ones():
 
 
 COMPOSED = composed(AMBIGUOUS, {})
-
-
-def ambiguous_text(engine, guesses: list[int] | None) -> tuple[list[int], str | None, list[int]]:
-    """The ids and finish reason of the constrained sequence, and the ids of its neighbour without a
-    grammar."""
-    tokenizer = mini_tokenizer()
-    prompt = tokenizer.encode("a")
-    constraint = TextConstraint(TextRules(grammar=COMPOSED), mini_vocabulary())
-    # a text that goes on until the grammar ends it
-    never_ends = Sampling(logit_bias=tuple((i, -100.0) for i in tokenizer.stop_ids))
-    seq = Sequence(list(prompt), never_ends, max_tokens=100, constraint=constraint)
-    if guesses is not None:
-        seq.prediction = Prediction(PredictedText(guesses), seq.prompt_len)
-    beside = Sequence(list(prompt), max_tokens=30)
-    engine.run_to_end([seq, beside])
-    return seq.tokens[len(prompt) :], seq.finish, beside.tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize(("drafter", "loop"), [("ngram", "host"), ("model", "device")])
-def test_an_ambiguous_grammar_ends_at_the_same_token_whatever_was_drafted(worded, drafter, loop):
-    """By a limit that counts, not by a clock; what was written by then is kept."""
-    ids, finish, beside = ambiguous_text(engine_of(str(worded), "none", 4, "host", 2), None)
-    assert finish == "grammar_limit" and 10 < len(ids) < 90
-    engine = engine_of(str(worded), drafter, 4, loop, 2)
-    for guesses in (None, [*ids, *ids], [*ids[: len(ids) // 2], *ids]):
-        assert ambiguous_text(engine, guesses) == (ids, finish, beside)
-    assert engine.acceptance.accepted > 0
 
 
 def test_a_limit_at_a_drafted_place_leaves_the_constraint_as_it_was():

@@ -72,8 +72,9 @@ def same_and_near(case: Case, kv: torch.dtype, tokens: int) -> None:
     assert all(map(torch.equal, case.stored(), kept)), tokens
 
 
-def fused_equals_split(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one kernel for all lanes, with two, and with one that prepares vectors before them."""
+def fused_equals_split(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """With one kernel for all lanes, with two, and with one that prepares vectors before them.
+    Returns what each of them gives."""
     monkeypatch.setattr(attention, "FUSED_FROM_CTAS", 1)
     case.fill()
     fused, kept = case.all_together(tokens), case.stored()
@@ -83,6 +84,7 @@ def fused_equals_split(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch)
         case.fill()
         assert torch.equal(case.all_together(tokens), fused), (tokens, most)
         assert all(map(torch.equal, case.stored(), kept)), (tokens, most)
+    return fused
 
 
 def test_a_row_is_itself():
@@ -163,8 +165,7 @@ def test_a_long_texts_lanes_are_summed_in_one_order(layer, starts, positions, mo
     kv, tokens = torch.bfloat16, 5
     case = softened(case_of(layer, kv, starts, positions))
     same_and_near(case, kv, tokens)
-    fused_equals_split(case, tokens, monkeypatch)
-    together, kept = case.all_together(tokens), case.stored()
+    together, kept = fused_equals_split(case, tokens, monkeypatch), case.stored()
     make_alone(monkeypatch, 48)
     for way in ((2, 2), (4, 1)):
         case.fill()
