@@ -112,8 +112,10 @@ class Acceptance:
         self.cycles += 1
         self.emitted += emitted
         self.lengths[accepted] += 1
-        self.drafted_at.update(guesses)
-        self.accepted_at.update(range(accepted))
+        if guesses:
+            self.drafted_at.update(guesses)
+        if accepted:
+            self.accepted_at.update(range(accepted))
 
     def merge(self, other: Acceptance) -> None:
         self.cycles += other.cycles
@@ -144,7 +146,7 @@ class Acceptance:
     @property
     def drafts(self) -> int:
         """Verify passes with a guess: what vLLM counts as steps."""
-        return self.drafted_at[0]
+        return self.drafted_at.get(0, 0)
 
     def passes(self, k: int) -> Passes:
         """As they are now, with drafts of up to k tokens."""
