@@ -33,7 +33,7 @@ class Profile:
 
 
 PROFILES = {
-    "quick": Profile("quick", 32, (1, 3, K), (1_500, 2_500, 3_500, 4_500), 2, 1, False),
+    "quick": Profile("quick", 24, (1, 3, K), (1_500, 2_500, 3_500, 4_500), 2, 1, False),
     "full": Profile(
         "full", 256, tuple(range(1, K + 1)), (4_000, 16_000, 48_000, 120_000), 3, 2, True
     ),
