@@ -170,7 +170,7 @@ class Generation:
 
         Raises ApiError: 400 if a constraint failed, 500 if the engine did, 503 at shutdown.
         """
-        pings = Pings(partial(self._ticket.updates.put_nowait, None))
+        pings = Pings(partial(self._ticket.updates.put, None))
         try:
             while self._open:
                 for update in await self._arrived():
@@ -187,13 +187,13 @@ class Generation:
     async def _arrived(self) -> list[Update | None]:
         """Updates that have come, those of one choice joined: a client, or this server, that falls
         behind the engine gets more tokens at once, which is quicker."""
-        updates, came = self._ticket.updates, [await self._ticket.updates.get()]
-        while not updates.empty():
-            before, update = came[-1], updates.get_nowait()
-            if _joins(before, update):
-                came[-1] = before.then(update)
-            else:
+        came: list[Update | None] = []
+        for update in await self._ticket.updates.take():
+            joined = _joined(came[-1] if came else None, update)
+            if joined is None:
                 came.append(update)
+            else:
+                came[-1] = joined
         return came
 
     def _taken(self, update: Update, pings: Pings) -> Piece | None:
@@ -322,11 +322,13 @@ class Generation:
         self.usage.prediction = before[0] + now[0], before[1] + now[1]
 
 
-def _joins(before: Update | None, update: Update | None) -> bool:
-    """Whether two updates that came one after the other can be one."""
+def _joined(before: Update | None, update: Update | None) -> Update | None:
+    """Two updates that came one after the other as one; None where they can't be."""
     if before is None or update is None or before.finish is not None:
-        return False
-    return before.index == update.index and not (before.stands_alone or update.stands_alone)
+        return None
+    if before.index != update.index or before.stands_alone or update.stands_alone:
+        return None
+    return before.then(update)
 
 
 async def begin(

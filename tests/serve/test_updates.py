@@ -1,0 +1,59 @@
+"""Updates on their way from the engine to a client that is slower."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from serve.generation import _joined
+from serve.runner import Mailbox, Update
+from specdec.core.types import TokenLogprob
+
+FIRST = Update(0, (1, 2), drafted=4, cycles=1, emitted=2)
+SECOND = Update(0, (3,), drafted=8, cycles=2, emitted=3)
+
+
+def test_what_has_come_is_taken_at_once_and_in_order():
+    async def taken():
+        box = Mailbox()
+        reading = asyncio.create_task(box.take())
+        await asyncio.sleep(0)
+        for item in (FIRST, None, SECOND):
+            box.put(item)
+        return await reading, box
+
+    items, box = asyncio.run(taken())
+    assert items == [FIRST, None, SECOND]
+
+    async def nothing():
+        await asyncio.wait_for(box.take(), 0.01)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(nothing())
+    box.put(SECOND)
+    assert asyncio.run(box.take()) == [SECOND]
+
+
+def test_updates_of_a_choice_become_one_with_the_later_ones_counts():
+    told = [TokenLogprob(0.5, (), 0, b"") for _ in range(3)]
+    first, second = replace(FIRST, logprobs=tuple(told[:2])), replace(SECOND, logprobs=(told[2],))
+    joined = _joined(first, replace(second, finish="stop"))
+    assert joined is not None
+    assert (joined.tokens, joined.logprobs) == ((1, 2, 3), tuple(told))
+    assert (joined.drafted, joined.cycles, joined.emitted, joined.finish) == (8, 2, 3, "stop")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, FIRST),
+        (FIRST, None),
+        (FIRST, replace(SECOND, index=1)),
+        (replace(FIRST, finish="length"), SECOND),
+        (FIRST, replace(SECOND, error="broken", finish="error")),
+    ],
+)
+def test_what_stays_apart(before, after):
+    assert _joined(before, after) is None
