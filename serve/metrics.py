@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
+from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -100,6 +101,7 @@ class TokenCollector(Collector):
     def __init__(self, labels: tuple[str, ...]) -> None:
         self._labels = labels
         self.generated = 0
+        self._since = time()
         self._gaps = [0] * (len(BETWEEN_TOKENS_BUCKETS) + 1)
         self._seconds = 0.0
 
@@ -109,7 +111,7 @@ class TokenCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=LABELS)
-        tokens.add_metric(self._labels, self.generated)
+        tokens.add_metric(self._labels, self.generated, self._since)
         yield tokens
         gaps = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
@@ -119,6 +121,8 @@ class TokenCollector(Collector):
         bounds = [*map(str, BETWEEN_TOKENS_BUCKETS), "+Inf"]
         below = list(zip(bounds, accumulate(self._gaps), strict=True))
         gaps.add_metric(self._labels, below, self._seconds)
+        labels = dict(zip(LABELS, self._labels, strict=True))
+        gaps.add_sample(f"{gaps.name}_created", labels, self._since)
         yield gaps
 
 

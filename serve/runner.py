@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence as Seqs
+from collections.abc import AsyncIterator, Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -88,6 +88,13 @@ class Mailbox:
             await self._came
         items, self._items = self._items, []
         return items
+
+    async def each(self) -> AsyncIterator[Update]:
+        """Every update, one by one."""
+        while True:
+            for item in await self.take():
+                if item is not None:
+                    yield item
 
 
 @dataclass(frozen=True)

@@ -293,15 +293,14 @@ class LLM:
         async with self._room:
             ticket = self._runner.submit([seq])
             try:
-                finish = None
-                while finish is None:
-                    update: Update = await ticket.updates.get()
+                async for update in ticket.updates.each():
                     if update.error is not None:
                         raise UserError(update.error)
                     before = text.token_count
-                    piece: Piece = text.feed(update)
-                    finish = piece.finish
+                    piece = text.feed(update)
                     yield _first(text.token_count - before, update), piece
+                    if piece.finish is not None:
+                        break
             finally:
                 if seq.finish is None:  # a stop string ended it, or the caller is gone
                     self._runner.cancel([seq])

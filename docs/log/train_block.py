@@ -97,10 +97,9 @@ def table(out: Path, humaneval: Path) -> None:
         for k in (3, 7):
             folder = out / f"{name}-{k}"
             own = "--backend cuda --dtype bfloat16 --slots 8 --max-tokens 96 --drafter dspark"
-            run(
-                *("-m", "specdec", "eval-acceptance", prompts, "--limit", TEXTS, *own.split()),
-                *("--draft-model", out / "block", "--k", k, *SAMPLING, "--out", folder),
-            )
+            own = [*own.split(), "--draft-model", out / "block", "--k", k, "--limit", TEXTS]
+            command = "-m", "specdec", "eval-acceptance", prompts
+            run(*command, *own, *SAMPLING, "--out", folder)
 
 
 def start(*words: object) -> subprocess.Popen[bytes]:

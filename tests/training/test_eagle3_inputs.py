@@ -142,7 +142,9 @@ def drafting_in_cuda(path, monkeypatch, log: Log, head: Head):
 
     monkeypatch.setattr(model, "fuse", fused)
     monkeypatch.setattr(model, "mix", lambda rows, h, own: (fed(rows, h), mix(rows, h, own))[1])
-    monkeypatch.setattr(model, "store", lambda rows, h: (fed(rows, h), store(rows, h))[1])
+    monkeypatch.setattr(
+        model, "store", lambda rows, h, table: (fed(rows, h), store(rows, h, table))[1]
+    )
     return target, host_drafter.HostHead(drafter_cuda.EagleDraftHead(model, K))
 
 

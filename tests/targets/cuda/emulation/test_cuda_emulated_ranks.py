@@ -74,7 +74,7 @@ class Emulated(RankKernels, emulated.Kernels):
     def _whole(self, closing: Closing) -> Closing:
         if not isinstance(closing.branch, PartialSum):
             return closing
-        return closing._replace(branch=self._turns.summed(self._rank.number, closing.branch))
+        return closing._replace(branch=self._turns.summed(self.rank.number, closing.branch))
 
 
 def tiny(path, variant: str) -> Arch:
