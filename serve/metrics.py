@@ -121,7 +121,7 @@ class TokenCollector(Collector):
         bounds = [*map(str, BETWEEN_TOKENS_BUCKETS), "+Inf"]
         below = list(zip(bounds, accumulate(self._gaps), strict=True))
         gaps.add_metric(self._labels, below, self._seconds)
-        labels = dict(zip(LABELS, self._labels, strict=True))
+        labels: dict[str, str] = dict(zip(LABELS, self._labels, strict=True))
         gaps.add_sample(f"{gaps.name}_created", labels, self._since)
         yield gaps
 

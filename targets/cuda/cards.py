@@ -96,7 +96,8 @@ class CardsTarget:
     def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
         """As `CudaTarget.forward`, of the first card."""
         feed = [_moved(rows, rank) for rank in self.ranks]  # a copy would wait for both cards
-        self._on_each(lambda rank: rank.prepare_forward(*rows.tokens.shape, needs_sampler))
+        batch, tokens = rows.tokens.shape
+        self._on_each(lambda rank: rank.prepare_forward(batch, tokens, needs_sampler))
         pairs = zip(self.ranks, feed, strict=True)
         return [on_card(rank, partial(rank.forward, own, needs_sampler)) for rank, own in pairs][0]
 
