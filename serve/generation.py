@@ -186,10 +186,12 @@ class Generation:
 
     async def _arrived(self) -> list[Update | None]:
         """Updates that have come, those of one choice joined: a client, or this server, that falls
-        behind the engine gets more tokens at once, which is quicker."""
+        behind the engine gets more tokens at once, which is quicker. Not a choice's first, which
+        comes in one step with the next one."""
         came: list[Update | None] = []
         for update in await self._ticket.updates.take():
-            joined = _joined(came[-1] if came else None, update)
+            begun = update is not None and update.index not in self._silent
+            joined = _joined(came[-1] if came and begun else None, update)
             if joined is None:
                 came.append(update)
             else:
@@ -234,7 +236,7 @@ class Generation:
     def _feed(self, update: Update) -> Piece:
         index, metrics, now = update.index, self.context.metrics, time.monotonic()
         if (last := self._last.get(index)) is not None:
-            metrics.between_tokens(now - last)
+            metrics.between_tokens(now - last, update.joined)
         self._last[index] = now
         if index in self._silent:
             self._left_queue(index, now)

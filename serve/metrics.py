@@ -105,8 +105,10 @@ class TokenCollector(Collector):
         self._gaps = [0] * (len(BETWEEN_TOKENS_BUCKETS) + 1)
         self._seconds = 0.0
 
-    def gap(self, seconds: float) -> None:
+    def gap(self, seconds: float, updates: int) -> None:
+        """updates: how many came at its end; nothing lies between these."""
         self._gaps[bisect_left(BETWEEN_TOKENS_BUCKETS, seconds)] += 1
+        self._gaps[0] += updates - 1
         self._seconds += seconds
 
     def collect(self) -> Iterator[Metric]:
@@ -179,8 +181,8 @@ class Metrics:
     def decoded(self, seconds: float) -> None:
         self._decode.observe(seconds)
 
-    def between_tokens(self, seconds: float) -> None:
-        self._tokens.gap(seconds)
+    def between_tokens(self, seconds: float, updates: int) -> None:
+        self._tokens.gap(seconds, updates)
 
     def generated(self, tokens: int) -> None:
         self._tokens.generated += tokens

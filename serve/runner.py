@@ -47,6 +47,8 @@ class Update:
     """Whether the server is shutting down, which is then the reason of the error."""
     report: CycleReport | None = None
     """The cycle's report, if `Sequence.reported`; None for the token that prefill chose."""
+    joined: int = 1
+    """How many updates it is made of."""
 
     @property
     def stands_alone(self) -> bool:
@@ -58,7 +60,8 @@ class Update:
         logprobs = None
         if later.logprobs is not None:
             logprobs = (*(self.logprobs or ()), *later.logprobs)
-        return replace(later, tokens=self.tokens + later.tokens, logprobs=logprobs)
+        tokens, joined = self.tokens + later.tokens, self.joined + later.joined
+        return replace(later, tokens=tokens, logprobs=logprobs, joined=joined)
 
 
 @dataclass(frozen=True)

@@ -109,23 +109,9 @@ def test_a_chat_is_the_servers(llm, server, messages, options):
     assert parsed(answer) == served(server, body)
 
 
-def joined(parts: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Neighbours of one name as one: what waited for a client comes at once."""
-    found: list[tuple[str, Any]] = []
-    for name, part in parts:
-        if not found or found[-1][0] != name:
-            found.append((name, part))
-        elif isinstance(part, str):
-            found[-1] = name, found[-1][1] + part
-        else:
-            (called, begun), (_, more) = found[-1][1], part
-            found[-1] = name, (called, begun + more)
-    return found
-
-
 def streamed(server: Server, body: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What the server's stream has, deltas of a kind joined: texts, thoughts, calls without their
-    ids, and the end."""
+    """What the server's stream has, delta by delta: texts, thoughts, calls without their ids, and
+    the end."""
     body = body | {"model": "mini", "temperature": 0, "stream": True}
     reply = server.post("chat/completions", **body)
     blocks = [block.removeprefix("data: ") for block in reply.text.split("\n\n") if block]
@@ -138,7 +124,7 @@ def streamed(server: Server, body: dict[str, Any]) -> list[tuple[str, Any]]:
             function = call["function"]
             found.append((f"call {call['index']}", (function.get("name"), function["arguments"])))
         found.append(("end", choice["finish_reason"]))
-    return joined([(name, part) for name, part in found if part])
+    return [(name, part) for name, part in found if part]
 
 
 def pieces(chunk: specdec.Chunk) -> list[tuple[str, Any]]:
@@ -162,7 +148,7 @@ def pieces(chunk: specdec.Chunk) -> list[tuple[str, Any]]:
 def test_a_stream_is_the_servers(llm, server, options):
     chunks = list(llm.stream(MESSAGES, temperature=0, max_tokens=40, **options))
     body = {"messages": MESSAGES, "max_tokens": 40, **wire(options)}
-    assert joined([part for chunk in chunks for part in pieces(chunk)]) == streamed(server, body)
+    assert [part for chunk in chunks for part in pieces(chunk)] == streamed(server, body)
     ids = [call.id for chunk in chunks for call in chunk.tool_calls if call.name]
     assert bool(ids) == (options.get("tool_choice") in ("required", RUN))
     assert all(ids) and len(set(ids)) == len(ids)
@@ -180,7 +166,7 @@ def test_a_streams_thought_is_apart_from_the_text(llm, server, begun):
     body = options | wire({"thinking": True}) | {"messages": MESSAGES}
     body["logit_bias"] = {str(token): bias for token, bias in begun.items()}
     body["structured_outputs"] = {"regex": "[0-9]"}
-    found = joined([part for chunk in chunks for part in pieces(chunk)])
+    found = [part for chunk in chunks for part in pieces(chunk)]
     assert found == streamed(server, body)
     assert {name for name, _ in found} == {"thought", "text", "end"}
 
