@@ -85,25 +85,24 @@ class Beside:
         return 1e3 * longest
 
 
-def turn_of(engine: Engine, text: list[int], beside: Beside | None) -> tuple[Turn, list[int]]:
+def turn_of(engine: Engine, text: list[int], beside: Beside) -> tuple[Turn, list[int]]:
     seq, times, gap = Sequence(list(text), max_tokens=ANSWER), [], 0.0
     engine.submit(seq)
     began = time.perf_counter()
-    if beside is not None:
-        beside.taken()
+    beside.taken()
     while len(seq.tokens) < len(text) + ANSWER:
         events = engine.step()
         now = time.perf_counter()
         own = [event for event in events if event.sequence is seq]
-        if beside is not None:
-            beside.saw([event for event in events if event.sequence is not seq], now)
+        beside.saw([event for event in events if event.sequence is not seq], now)
         if own:
-            if not times and beside is not None:
+            if not times:
                 gap = beside.taken()  # its prompt has just been read
             times.append(now)
     spent = (times[-1] - times[0]) / max(1, len(seq.tokens) - len(text) - 1)
-    used = (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB
-    after = beside.taken() if beside is not None else 0.0
+    free, whole = torch.cuda.mem_get_info()
+    used = (whole - free) / GIB
+    after = beside.taken()
     first = 1e3 * (times[0] - began)
     return Turn(len(text), seq.cached, first, gap, after, 1e3 * spent, used), seq.tokens
 
