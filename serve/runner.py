@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence as Seqs
+from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -86,18 +86,25 @@ class Mailbox:
 
     async def take(self) -> list[Update | None]:
         """All that have come, in order; waits for the first."""
-        if not self._items:
-            self._came = asyncio.get_running_loop().create_future()
-            await self._came
+        await self._some()
         items, self._items = self._items, []
         return items
 
-    async def each(self) -> AsyncIterator[Update]:
-        """Every update, one by one."""
+    def __aiter__(self) -> Mailbox:
+        return self
+
+    async def __anext__(self) -> Update:
+        """The next update. Not a generator: one that its reader leaves is closed by a task of its
+        own, which an event loop that ends then leaves pending."""
         while True:
-            for item in await self.take():
-                if item is not None:
-                    yield item
+            await self._some()
+            if (item := self._items.pop(0)) is not None:
+                return item
+
+    async def _some(self) -> None:
+        if not self._items:
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
 
 
 @dataclass(frozen=True)

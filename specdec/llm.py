@@ -196,6 +196,7 @@ class LLM:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.run_until_complete(_cancel_others())
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Value]) -> Value:
@@ -293,7 +294,7 @@ class LLM:
         async with self._room:
             ticket = self._runner.submit([seq])
             try:
-                async for update in ticket.updates.each():
+                async for update in ticket.updates:
                     if update.error is not None:
                         raise UserError(update.error)
                     before = text.token_count

@@ -36,6 +36,20 @@ def test_what_has_come_is_taken_at_once_and_in_order():
     assert asyncio.run(box.take()) == [SECOND]
 
 
+def test_a_reader_that_leaves_early_leaves_no_task_to_the_event_loop():
+    async def left():
+        box = Mailbox()
+        for item in (FIRST, None, SECOND):
+            box.put(item)
+        async for update in box:
+            assert update == FIRST
+            break
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(left()) == set()
+
+
 def test_updates_of_a_choice_become_one_with_the_later_ones_counts():
     told = [TokenLogprob(0.5, (), 0, b"") for _ in range(3)]
     first, second = replace(FIRST, logprobs=tuple(told[:2])), replace(SECOND, logprobs=(told[2],))
