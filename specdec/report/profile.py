@@ -9,7 +9,7 @@ K = 7
 USERS = (1, 4, 8)
 """Requests at the same time for which speed is measured, as far as there are slots."""
 TEMPERATURES = (0.0, 1.0)
-CPU_OUTPUT = 128
+CPU_OUTPUT = 64
 """Tokens of each timed answer on a CPU."""
 DEVICE_OUTPUT = 512
 """Tokens of each timed answer on an accelerator, whose start would weigh in shorter ones."""
