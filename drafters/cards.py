@@ -14,7 +14,8 @@ from targets.cuda.cards import CardsTarget, OnCards, on_card
 from targets.cuda.exchange import silent
 from targets.cuda.host_drafter import HostHead
 from targets.cuda.snapshots import CardsSnapshots
-from targets.cuda.target import CudaTarget, sampler_needed
+from targets.cuda.target import CudaTarget
+from targets.cuda.verifier import sampler_needed
 
 Result = TypeVar("Result")
 

@@ -63,6 +63,8 @@ class _Dispatch:
 
     choice: Choice
     taken: dict[int, _Taken]
+    context: int
+    """Tokens of all rows when it was chosen."""
 
     def of(self, seq: Sequence) -> _Taken | None:
         taken = self.taken.get(seq.slot)
@@ -129,7 +131,7 @@ class LateChooser:
             self._seen[seq.slot] = _Seen(seq, len(seq.tokens), lengths, drafts)
             buckets = {source: self._drafter.bucket(source, seq) for source in drafts}
             taken[seq.slot] = _Taken(seq, take, buckets, self._drafter.fared(seq))
-        self._unheard.append(_Dispatch(choice, taken))
+        self._unheard.append(_Dispatch(choice, taken, self._policy.context))
         variant = "weights" if self.runs else "text"
         self.choice = CycleChoice(choice.depth, variant, takes_known, self._repeats(choice))
         return self.choice
@@ -211,7 +213,7 @@ class LateChooser:
         host sees the end of a row one dispatch late."""
         choice = dispatch.choice
         if len(choice.by_row) == rows:
-            work = Work(rows, choice.depth, choice.drafted, self._policy.context)
+            work = Work(rows, choice.depth, choice.drafted, dispatch.context)
             self._policy.costs.saw(work, (time.perf_counter() - self._asked) / cycles)
         if self._drafter.forced is None:
             ended = max(0.0, len(choice.by_row) - row_cycles / cycles)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from targets.cuda.device_drafter import DeviceDrafter
     from targets.cuda.footprint import TargetShape
     from targets.cuda.load import CudaOptions
-    from targets.cuda.target import CudaTarget, Plan
+    from targets.cuda.plan import Plan
+    from targets.cuda.target import CudaTarget
 
 
 class CudaBackend:
@@ -150,7 +151,7 @@ class CudaBackend:
         if self.exact(target):
             return (), ((1, 1),)  # the references are not compiled
         from targets.cuda.graphs import BUCKETS, TOKENS, TOKENS_TOGETHER
-        from targets.cuda.target import CALLS
+        from targets.cuda.plan import CALLS
 
         plan, slots, fit = target.plan, target.slots, 3 * target.max_len // 4
         long = max(plan.first, CALLS * plan.short) + 1  # the library reads it, on one card

@@ -25,7 +25,9 @@ from targets.cuda.device_loop import CapturedCycle, device_loop, rounds
 from targets.cuda.graphs import ForwardOutput
 from targets.cuda.ops import Rows
 from targets.cuda.out_of_memory import catching_oom
-from targets.cuda.target import ARITHMETIC, CudaTarget, read_step
+from targets.cuda.plan import ARITHMETIC
+from targets.cuda.target import CudaTarget
+from targets.cuda.verifier import read_step
 
 Result = TypeVar("Result")
 END: Any = object()

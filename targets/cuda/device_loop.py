@@ -38,8 +38,9 @@ from targets.cuda.kernels import Kernels
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.sampler import CycleRecord, CycleResult, HostRecords
 from targets.cuda.script import PlacedScript, ScriptedDeviceDrafter
-from targets.cuda.target import CudaTarget, Masks, logprobs_wanted, sampler_needed
+from targets.cuda.target import CudaTarget
 from targets.cuda.upload import page_locked
+from targets.cuda.verifier import Masks, logprobs_wanted, sampler_needed
 
 STOPS = 16
 """Stop ids per row that the device checks (cycle.cu); the engine checks all of them in any case."""

@@ -21,9 +21,9 @@ from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
 from targets.cuda.mapped import page_of
+from targets.cuda.plan import FINE
 from targets.cuda.prefill_kernels import padded_keys, room_of
 from targets.cuda.reader import QUANTISED, quantised
-from targets.cuda.target import FINE
 from targets.cuda.tower_graphs import MOST_PATCHES
 from targets.cuda.untile import WHOLE_BYTES
 from targets.memory import Need, gib, largest

@@ -12,7 +12,8 @@ import torch
 from specdec.core.types import Array, CycleChoice, Proposal, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
-from targets.cuda.target import CudaTarget, sampler_needed
+from targets.cuda.target import CudaTarget
+from targets.cuda.verifier import sampler_needed
 from targets.sampling_params import SamplingTable
 
 NO_FEATURES = "the target was loaded without the layers that the head reads"

@@ -22,10 +22,11 @@ from targets.cuda.graphs import MOST_ROWS, TOKENS, bucket_of
 from targets.cuda.ops import Ops
 from targets.cuda.out_of_memory import catching_oom, use_pages
 from targets.cuda.params import copied, load_params, random_params
+from targets.cuda.plan import KV_DTYPES, Plan
 from targets.cuda.prefill_kernels import FLASH_HEAD_DIM
 from targets.cuda.reader import DTYPES, QUANTISED, own_dtypes, quantised
 from targets.cuda.reference import Reference
-from targets.cuda.target import KV_DTYPES, CudaTarget, Plan
+from targets.cuda.target import CudaTarget
 from targets.cuda.tower import PictureEncoder, load_vision, vision_dtype
 from targets.cuda.w8a8 import WIDEST as WIDEST_INPUT
 from targets.model_folder import read_arch

@@ -17,8 +17,9 @@ from targets.cuda.graphs import TOGETHER, bucket_of
 from targets.cuda.load import CudaOptions, all_or_nothing, make_ops, make_plan, plan_of
 from targets.cuda.ops import Ops
 from targets.cuda.params import Weights, load_params, random_params
+from targets.cuda.plan import Plan
 from targets.cuda.ranks import Rank, RankKernels, refuse_ranks
-from targets.cuda.target import CudaTarget, Plan
+from targets.cuda.target import CudaTarget
 from targets.model_folder import read_arch
 
 SHORT = 512

@@ -28,10 +28,12 @@ def window_nll(target: CudaTarget | CardsTarget, tokens: list[int]) -> np.ndarra
     slot = torch.zeros(1, dtype=torch.int32, device=target.device)
     parts = []
     target.reserve(0, scored)
-    for start in range(0, scored, ROWS):
-        stop = min(start + ROWS, scored)
-        rows = Rows(text[None, start:stop].contiguous(), slot + start, slot)
-        log_p = target.forward(rows, False).logits[0].log_softmax(-1)
-        parts.append(-log_p.gather(-1, text[start + 1 : stop + 1, None].long())[:, 0])
-    target.release([0])
+    try:
+        for start in range(0, scored, ROWS):
+            stop = min(start + ROWS, scored)
+            rows = Rows(text[None, start:stop].contiguous(), slot + start, slot)
+            log_p = target.forward(rows, False).logits[0].log_softmax(-1)
+            parts.append(-log_p.gather(-1, text[start + 1 : stop + 1, None].long())[:, 0])
+    finally:
+        target.release([0])
     return torch.cat(parts).cpu().numpy()

@@ -1,114 +1,39 @@
-"""The CUDA target: weights, cache and operations behind `specdec.core.protocols.Target`."""
+"""The CUDA target behind `specdec.core.protocols.Target`: it verifies, and reads prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seqs
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence as Seqs
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from specdec.core.constraint import constrained, mask_rows
-from specdec.core.errors import UserError
-from specdec.core.pages import PagePlan
+from specdec.core.constraint import mask_rows
 from specdec.core.pictures import PlacedPicture, SoftRows, sees_up_to, soft_rows, within
-from specdec.core.types import MAX_DRAFT, NO_GUESS, Array, LogprobRows, Sequence, Step
+from specdec.core.types import NO_GUESS, Array, LogprobRows, Sequence, Step
 from targets.arch import Arch
 from targets.cuda import sampling
-from targets.cuda.cache import make_cache, make_pages, remember, slack_of
-from targets.cuda.exchange import silent
+from targets.cuda.cache import remember
 from targets.cuda.experts import are_sorted, kind_of, most_pairs
-from targets.cuda.graphs import (
-    TOGETHER,
-    Chosen,
-    ForwardOutput,
-    GraphPool,
-    Graphs,
-    first_rows,
-    idle_rows,
-    padded,
-    padded_together,
-)
-from targets.cuda.model import Hidden, decode
-from targets.cuda.ops import Choosing, Ops, Rows
+from targets.cuda.graphs import TOGETHER, idle_rows, padded, padded_together
+from targets.cuda.model import Hidden
+from targets.cuda.ops import Ops, Rows
 from targets.cuda.out_of_memory import catching_oom
-from targets.cuda.params import Weights, rounding
+from targets.cuda.params import Weights
+from targets.cuda.plan import CALLS, Plan
 from targets.cuda.prefill import PrefillChunk, prefill
-from targets.cuda.reference import Reference
-from targets.cuda.sampling import blank_table
-from targets.sampling_params import Rules, set_row
+from targets.cuda.verifier import CudaVerifier, logprobs_wanted, sampler_needed
 from targets.vision.rows import Encoder, SoftTokens, rows_of
 
-KV_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-}
-ARITHMETIC = 2
-"""Goes up where the same plan and weights give other bits than before, as receipts name them: 2 has
-more lanes of keys in long texts' global layers with one or two K/V heads."""
-CALLS = 3
-"""Calls of decoding's kernels that are quicker than the library's matmuls, which read weights that
-are put in order first, by more launches than the host has time for."""
-FINE = 64
-"""FP8 weights meet inputs of 16 bits in prefill chunks of up to so many tokens. More are bound by
-arithmetic, and their inputs are rounded to 8 bits, as a long chunk's are."""
 
-Masks = Callable[[], torch.Tensor | None]
-"""Makes the masks of a step while the device computes its forward."""
+class CudaTarget(CudaVerifier):
+    """One model on one device, which also reads prompts: short ones by decoding's kernels, long
+    ones by the library's matmuls.
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What a target is made for. dtype is one of reader.DTYPES, kv_dtype of KV_DTYPES."""
-
-    slots: int
-    max_len: int
-    chunk: int
-    """Tokens per prefill call; chunks are cut at its absolute multiples."""
-    short: int
-    """Tokens that one call of decoding's kernels prefills behind others; chunks of up to CALLS
-    times as many run so, longer ones on the library."""
-    first: int
-    """Tokens that one call of decoding's kernels prefills where nothing is before them."""
-    dtype: str
-    kv_dtype: str
-    features: tuple[int, ...]
-    device: str
-    own: Mapping[str, str] = field(default_factory=dict)
-    """dtypes of weights, by name, that a file of 4 bits keeps otherwise."""
-    correlation: float = 0.0
-    """For random weights: correlation of rows' router logits (`targets.routing`)."""
-    pages: PagePlan | None = field(default=None, repr=False)
-    """None: each slot has room for the longest text. It changes no bit, so `identity` leaves it
-    out."""
-
-    @property
-    def slack(self) -> int:
-        """Extra cache entries."""
-        return slack_of(self.chunk, self.short)
-
-    @property
-    def first_rows(self) -> int:
-        """Rows of the longest call at a text's beginning."""
-        return first_rows(self.first, self.chunk, self.max_len)
-
-    @property
-    def positions(self) -> int:
-        """Positions that a call may compute, past its sequence's end included."""
-        return max(self.max_len + self.slack, self.first_rows)
-
-
-class CudaTarget:
-    """One model on one device, with `plan.slots` sequences of up to `plan.max_len`.
-
-    A row's result is the same at any width and beside any neighbours, so calls are fed what there
-    is: the live sequences, K + 1 tokens each. Only graphs pad: the batch, and short prompts; calls
-    with pictures always have a graph's size, beside which none was tried.
+    Graphs pad short prompts; calls with pictures always have a graph's size, beside which none was
+    tried.
     """
-
-    backend, max_draft = "cuda", MAX_DRAFT
 
     def __init__(
         self,
@@ -120,39 +45,11 @@ class CudaTarget:
         graphs: bool = False,
         encoder: Encoder | None = None,
     ) -> None:
-        """graphs: replay captured CUDA graphs instead of launching kernel by kernel. encoder: of
-        pictures; None: it takes none."""
-        self.plan, self.arch, self.weights, self.ops = plan, arch, weights, ops
-        self.slots, self.max_len, self.prefill_chunk = plan.slots, plan.max_len, plan.chunk
-        self.vocab, self.dtype, self.kv_dtype = arch.vocab, plan.dtype, plan.kv_dtype
-        self.suppress, self.device = suppress, torch.device(plan.device)
+        """graphs: as of `CudaVerifier`. encoder: of pictures; None: it takes none."""
+        super().__init__(plan, arch, weights, ops, suppress, graphs)
+        self.prefill_chunk = plan.chunk
         self.soft_tokens = None if encoder is None else SoftTokens(encoder)
         self.vision = None if encoder is None else encoder.spec
-        kv = KV_DTYPES[plan.kv_dtype]
-        sizes = plan.slots, plan.max_len, plan.slack
-        self.pages = make_pages(plan.pages, plan.slots, self.device)
-        self.cache = make_cache(arch, *sizes, kv, plan.device, plan.first_rows, self.pages)
-        self._rounding = rounding(weights) if plan.dtype == "fp8" else weights
-        self._unbiased = torch.zeros(arch.vocab, device=self.device)
-        self._unbiased[list(suppress)] = -torch.inf
-        self.bias = self._unbiased.repeat(plan.slots, 1)
-        self._biased: set[int] = set()
-        self._loaded: set[tuple[int, int, bool]] = set()
-        self.sampling_params = blank_table(plan.slots, plan.device)
-        self.pool = GraphPool(self.device) if self.device.type == "cuda" else None
-        self._graphs = Graphs(self.step, self.short, self.pool) if graphs and self.pool else None
-
-    def share_pool(self, other: CudaTarget) -> None:
-        """What is captured from now on lies where the other's graphs do: no result of either may
-        then be read after any graph's next replay."""
-        self.pool = other.pool
-        if self._graphs and other.pool:
-            self._graphs.pool = other.pool
-
-    @property
-    def capturable(self) -> bool:
-        """Whether its operations can be captured in graphs: references read results on the host."""
-        return not isinstance(self.ops, Reference)
 
     def prefill(self, seq: Sequence, start: int, stop: int) -> Step:
         *_, step = self.prefill_parts(seq, start, stop)
@@ -353,177 +250,6 @@ class CudaTarget:
         assert size is not None, "`together` chose them"
         self._capture_prefill(len(seqs), size)
 
-    def prepare_verify(self, seqs: Seqs[Sequence], draft: Array) -> None:
-        """The same for `enqueued_verify`; what is not captured runs once for nothing, as the driver
-        loads kernels when they are first launched."""
-        shape, needs_sampler = (len(seqs), draft.shape[1] + 1), sampler_needed(seqs)
-        if constrained(seqs) or not self._graphs:
-            self.prepare_forward(*shape, needs_sampler)
-            return
-        rows = idle_rows(*shape, self.device)
-        self._graphs.step_graph(rows, needs_sampler, logprobs_wanted(seqs))
-
-    def prepare_forward(self, batch: int, tokens: int, needs_sampler: bool) -> None:
-        """The same for `forward`."""
-        shape = batch, tokens, needs_sampler
-        if shape not in self._loaded:
-            with silent():
-                self.forward(idle_rows(batch, tokens, self.device), needs_sampler)
-            self._loaded.add(shape)
-
     def _capture_prefill(self, batch: int, tokens: int) -> None:
         if self._graphs:
             self._graphs.prefill_graph(idle_rows(batch, tokens, self.device))
-
-    def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
-        if draft.shape[1] > self.max_draft:
-            raise UserError(f"K is {draft.shape[1]} but at most {self.max_draft} is possible")
-        with catching_oom(f"a batch of {len(seqs)}"):
-            *_, out = self.enqueued_verify(seqs, draft)
-            assert out is not None
-            return read_step(out)
-
-    def enqueued_verify(self, seqs: Seqs[Sequence], draft: Array) -> Iterator[Chosen | None]:
-        """`verify` on the device: None once the forward is enqueued whose choice waits for masks,
-        and at last the result."""
-        needs_sampler, logprobs = sampler_needed(seqs), logprobs_wanted(seqs)
-        rows = self.feed(seqs, draft)
-        if not constrained(seqs):
-            yield (self._graphs or self).step(rows, needs_sampler, logprobs)
-            return
-        logits, features = self.logits(rows)
-        yield None
-        masks = self.on_device(mask_rows(seqs, draft, self.vocab))
-        chosen = self.choose(logits, rows, needs_sampler, masks)
-        yield Chosen(chosen, self._details(logits, chosen, rows) if logprobs else None, features)
-
-    def feed(self, seqs: Seqs[Sequence], draft: Array) -> Rows:
-        """Each sequence's last token and its draft [B, k], as `forward` takes them."""
-        draft = np.asarray(draft)
-        for seq in seqs:
-            self.reserve(seq.slot, len(seq.tokens))
-        tokens = [[seq.tokens[-1], *row] for seq, row in zip(seqs, draft, strict=True)]
-        starts = [len(seq.tokens) - 1 for seq in seqs]
-        return self._rows(tokens, starts, [seq.slot for seq in seqs])
-
-    def draft_rows(self, seqs: Seqs[Sequence], k: int) -> Rows:
-        """Each sequence's last token, and k places for guesses. The token is written to the history
-        here, although it is fed only with the guesses: penalties on these count it."""
-        rows = self.feed(seqs, np.full((len(seqs), k), NO_GUESS, np.int32))
-        remember(self.cache.tokens, rows.tokens[:, :1], rows.start, rows.slot)
-        return rows
-
-    @torch.inference_mode()
-    def step(
-        self, rows: Rows, needs_sampler: bool, logprobs: bool, masks: Masks | None = None
-    ) -> Chosen:
-        """Feed the rows and choose; return what a cycle needs."""
-        bare = masks is None and not logprobs  # logits serve the choice alone
-        logits, features = self.logits(rows, Choosing(self.rules, needs_sampler) if bare else None)
-        allowed = None if masks is None else masks()
-        chosen = self.choose(logits, rows, needs_sampler, allowed)
-        details = self._details(logits, chosen, rows) if logprobs else None
-        return Chosen(chosen, details, features)
-
-    @torch.inference_mode()
-    def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
-        """Feed the rows and choose. Works on the device alone and never waits for it (with the
-        kernels, that is), so that it can be captured as a graph."""
-        logits, features = self.logits(rows)
-        return ForwardOutput(self.choose(logits, rows, needs_sampler), logits, features)
-
-    @torch.inference_mode()
-    def logits(
-        self, rows: Rows, choosing: Choosing | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feed the rows -> logits [B, T, V] and features [B, T, F] or None, on the device alone.
-        choosing: as in `model.decode`."""
-        common = self.weights, self.arch, self.cache, rows, self.ops
-        out = decode(*common, self.plan.features, choosing=choosing, remembers=True)
-        assert out.logits is not None, "of all rows"
-        shape = (*rows.tokens.shape, -1)
-        return out.logits.view(shape), None if out.features is None else out.features.view(shape)
-
-    @torch.inference_mode()
-    def short(self, rows: Rows, only: torch.Tensor | None = None) -> Hidden:
-        """A prefill call [B, T] like a verify; logits of rows `only` [B], or of one's last."""
-        tokens = rows.tokens.shape[1]
-        if only is None:
-            only = torch.tensor([tokens - 1], device=self.device)
-        weights = self._rounding if tokens > FINE else self.weights
-        common = weights, self.arch, self.cache, rows, self.ops
-        return decode(*common, self.plan.features, only)
-
-    @torch.inference_mode()
-    def choose(
-        self,
-        logits: torch.Tensor,
-        rows: Rows,
-        needs_sampler: bool,
-        masks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """logits [B, T, V] -> [B, T] int32. `needs_sampler` False: every row is a bare argmax.
-        masks [B, T, words] int32: what may be chosen."""
-        return self.ops.choose(logits, self.rules, rows, needs_sampler, masks)
-
-    def _details(self, logits: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> LogprobRows:
-        """Of what `choose` chose for these rows."""
-        return sampling.logprobs(logits, chosen, self.rules, rows.slot)
-
-    @property
-    def rules(self) -> Rules:
-        """By what its slots choose."""
-        return Rules(self.bias, self.sampling_params, self.cache.tokens)
-
-    def on_device(self, masks: np.ndarray | None) -> torch.Tensor | None:
-        """Masks of the host, in the dtype that torch has."""
-        return None if masks is None else torch.from_numpy(masks.view(np.int32)).to(self.device)
-
-    @property
-    def identity(self) -> str:
-        """What fixes the bits that it computes, beside its weights."""
-        return f"{self.plan} {self.arch} arithmetic {ARITHMETIC}"
-
-    def reserve(self, slot: int, tokens: int) -> None:
-        """Have room for the slot's text of so many tokens. The engine has done so before; other
-        callers, which feed slots by themselves, get theirs here. Raises MemoryError."""
-        if self.pages is not None and not self.pages.reserve(slot, tokens):
-            raise MemoryError(f"no pages are left for a text of {tokens} tokens: use fewer at once")
-
-    def release(self, slots: Iterable[int]) -> None:
-        """These slots' texts are gone."""
-        if self.pages is not None:
-            for slot in slots:
-                self.pages.release(slot)
-
-    def seat(self, seq: Sequence) -> None:
-        """Take over a new owner's sampling parameters for its slot. Raises UserError for token
-        ids that this model does not have."""
-        seq.check_ids(self.vocab)
-        params, slot = seq.sampling, seq.slot
-        set_row(self.sampling_params, slot, params, seq.prompt_len)
-        if params.logit_bias or slot in self._biased:
-            row = self._unbiased.clone()
-            for token, bias in params.logit_bias:
-                row[token] += bias
-            self.bias[slot] = row
-            self._biased = self._biased | {slot} if params.logit_bias else self._biased - {slot}
-
-    def _rows(self, tokens: list[list[int]], start: list[int], slot: list[int]) -> Rows:
-        packed = (torch.from_numpy(np.array(a, np.int32)) for a in (tokens, start, slot))
-        return Rows(*(a.to(self.device) for a in packed))
-
-
-def sampler_needed(seqs: Seqs[Sequence]) -> bool:
-    """Whether any row's choice is more than an argmax."""
-    return any(seq.sampling.needs_sampler for seq in seqs)
-
-
-def logprobs_wanted(seqs: Seqs[Sequence]) -> bool:
-    return any(seq.sampling.logprobs is not None for seq in seqs)
-
-
-def read_step(out: Chosen) -> Step:
-    """Wait for a step's results."""
-    details = out.details and sampling.on_host(out.details)
-    return Step(out.chosen.cpu().numpy(), out.features, details)

@@ -29,11 +29,12 @@ from targets.cuda.model import decode_layer
 from targets.cuda.ops import AttentionLayer, Linear, Opening, Rows, X
 from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.params import LayerWeights, layer_weights
+from targets.cuda.plan import KV_DTYPES
 from targets.cuda.ranks import RankKernels, refuse_layers
 from targets.cuda.reader import Cut, Raw, Reader, whole
 from targets.cuda.reference import Reference
 from targets.cuda.staging import Staging
-from targets.cuda.target import KV_DTYPES, CudaTarget
+from targets.cuda.target import CudaTarget
 from targets.cuda.upload import as_tensor, upload
 
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32"}

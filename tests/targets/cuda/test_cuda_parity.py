@@ -17,10 +17,10 @@ from targets.cuda.formulas import as_e4m3, rms
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.ops import Opening, Rows
 from targets.cuda.params import load_params
+from targets.cuda.plan import FINE
 from targets.cuda.reference import Reference
 from targets.cuda.score import window_nll
 from targets.cuda.selfcheck import self_check
-from targets.cuda.target import FINE
 from targets.jax.load import JaxOptions, load_target as load_jax
 from targets.model_folder import read_arch
 from tests.support.tiny import IDS, LENGTH, VARIANTS, VOCAB

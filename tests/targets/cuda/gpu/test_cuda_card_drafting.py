@@ -31,7 +31,7 @@ from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.device_loop import device_loop
 from targets.cuda.host_drafter import DeviceHead, HostHead
 from targets.cuda.ops import Rows
-from targets.cuda.target import FINE
+from targets.cuda.plan import FINE
 from tests.support.modes import MODES
 from tests.support.policies import RandomCosts, Whim
 from tests.targets.cuda.gpu.card_targets import SPEC, target_of

@@ -12,7 +12,7 @@ from targets.cuda.formulas import as_e4m3, rms
 from targets.cuda.kernels import Kernels
 from targets.cuda.load import CudaOptions, random_target
 from targets.cuda.ops import Closing, Opening, Rows
-from targets.cuda.target import FINE
+from targets.cuda.plan import FINE
 from targets.cuda.tiles import ACTIVATION_SCALE, EIGHTHS
 from targets.cuda.w8a8 import W8A8
 from tests.targets.cuda.card import (
