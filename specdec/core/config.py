@@ -48,7 +48,7 @@ class ModelConfig:
     slots: Annotated[int, Common] = 4
     "Sequences that decode at the same time."
     tp: int = 1
-    """Devices that share the model. With cuda two or four GPUs with peer access, for 31B and
+    """Devices that share the model. With cuda 2, 4 or 8 GPUs with peer access, for 31B and
     12B: one answer comes sooner; for many users a server per card gives more tokens."""
     images: Literal["auto", "off"] = "auto"
     """Whether pictures are taken: auto, where the checkpoint has an image side (with cuda on one

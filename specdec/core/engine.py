@@ -135,11 +135,15 @@ class Engine:
                 self.prefix_cache.forget(seq)
 
     def _drop_cancelled(self) -> list[Event]:
+        """Where prompts are kept, one of which a part of a chunk has been read stays for that
+        chunk: until its end the rings of some layers are ahead of those of the others."""
+        stays = None
         if self.prefix_cache is not None:
+            stays = self.scheduler.reading
             for seq in self.scheduler.prefilling:
-                if seq.cancelled:
+                if seq.cancelled and seq is not stays:
                     self.prefix_cache.leave(seq)
-        gone = self.scheduler.drop_cancelled()
+        gone = self.scheduler.drop_cancelled(stays)
         if self.scheduler.reading is None:
             self._parts = iter(())
         for seq in gone:

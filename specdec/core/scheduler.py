@@ -49,9 +49,10 @@ class Scheduler:
         self._room.take(seq.owner.caller)
         self.waiting.append(seq)
 
-    def drop_cancelled(self) -> list[Sequence]:
-        """Take every cancelled sequence out, wherever it is, and free its slot."""
-        gone = [s for s in (*self.waiting, *self.prefilling, *self.running) if s.cancelled]
+    def drop_cancelled(self, stays: Sequence | None = None) -> list[Sequence]:
+        """Take every cancelled sequence but `stays` out, wherever it is, and free its slot."""
+        seqs = *self.waiting, *self.prefilling, *self.running
+        gone = [seq for seq in seqs if seq.cancelled and seq is not stays]
         for seq in gone:
             self.release(seq)
         return gone

@@ -12,7 +12,8 @@ import pytest
 from specdec.core.prefix_cache.cache import Key, PrefixCache
 from specdec.core.prefix_cache.keys import chain
 from specdec.core.prefix_cache.pool import SnapshotPool
-from specdec.core.types import Sequence
+from specdec.core.types import Reuse, Sampling, Sequence
+from targets.cuda import prefill
 from tests import warm_chats
 from tests.lossless import warm_parts
 from tests.lossless.warm_parts import WarmBench
@@ -114,6 +115,32 @@ def test_memory_does_not_grow_over_two_thousand_turns():
         sizes.append(pages * resource.getpagesize())
         assert met.cache.pool.device_bytes <= 2 << 20 and met.cache.pool.host_bytes <= 8 << 20
     assert max(sizes[1000:]) - max(sizes[:1000]) < 4 << 20
+
+
+def told(engine, seq):
+    """An answer's ids with their log-probabilities."""
+    events = [event for event in engine.run([seq]) if event.sequence is seq]
+    found = [each.logprob for event in events for each in event.logprobs or ()]
+    return seq.tokens[seq.prompt_len :], found
+
+
+def test_a_client_that_leaves_within_a_chunk_changes_no_later_answer(monkeypatch):
+    """Layers before the part that was read last have written the next chunk over their rings."""
+    monkeypatch.setattr(warm_parts, "CHUNK", 128)
+    monkeypatch.setattr(prefill, "PART_TOKENS", 32)
+    bench = WarmBench("cuda", "31b", "none", context=800)
+    random = Random(1)
+    prompt = [random.randrange(10, 300) for _ in range(600)]
+    asked = partial(Sequence, sampling=Sampling(logprobs=0), max_tokens=4, reuse=Reuse("a"))
+    cold, warm = bench.cold(), bench.warm()
+    expected = told(cold, asked(list(prompt)))
+    warm.submit(left := asked(list(prompt)))
+    while left.prefilled < 128 or warm.scheduler.reading is not left:
+        warm.step()
+    left.cancelled = True
+    assert told(warm, again := asked(list(prompt))) == expected
+    assert left.finish == "cancelled"
+    assert again.cached == 256
 
 
 @pytest.fixture(scope="module", params=["jax", "cuda"])
