@@ -50,7 +50,7 @@ class ReplicaSettings(BaseModel):
     max_replicas: int | None = None
     """More are started up to this number while requests wait; None: `replicas`, no more."""
     cards: float | None = None
-    """GPUs of a replica; by default 1 with backend=cuda on a GPU, else 0."""
+    """GPUs of a replica; by default `tp` with backend=cuda on GPUs, else 0."""
     cpus: float = 1
     metrics: Path | None = None
     """A folder: each replica serves its metrics on its own port and writes a file here with its
@@ -78,7 +78,7 @@ def app(args: dict[str, Any]) -> Any:
     rest = {name: value for name, value in args.items() if name not in own}
     config, speculation, prefix = _options(rest)
     on_card = config.backend == "cuda" and config.device != "cpu"
-    cards = settings.cards if settings.cards is not None else float(on_card)
+    cards = settings.cards if settings.cards is not None else float(config.tp if on_card else 0)
     build = partial(_replica_app, config, speculation, prefix, settings, environment_keys())
     deployment = ray_serve.deployment(
         ray_serve.ingress(_named(build))(Replica),

@@ -50,7 +50,9 @@ class HostsConfig:
                 raise UserError("--num-processes and --process-id need --coordinator-address")
             return
         if model.backend != "jax":
-            raise UserError("--coordinator-address needs --backend jax: cuda uses one GPU")
+            raise UserError(
+                "--coordinator-address needs --backend jax: cuda uses the GPUs of one machine"
+            )
         if self.coordinator_address == AUTO:
             if numbers != (None, None):
                 raise UserError(

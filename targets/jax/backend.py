@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence as Seqs
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from specdec.core.errors import UserError
 from specdec.core.protocols import Cycle
 from specdec.core.script import Script
 from specdec.core.types import Check
+from targets import mini
 from targets.backend import TargetRequest
 from targets.checkpoint import Checkpoint
 from targets.memory import Need, default_context
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from targets.jax.device_drafter import DeviceDrafter
     from targets.jax.load import JaxOptions
     from targets.jax.target import JaxTarget
+
+log = logging.getLogger("specdec.jax")
+NODES = Path("/dev")
+"""Where NVIDIA's driver makes a node for each GPU: nvidia0 and so on."""
 
 
 class JaxBackend:
@@ -50,6 +56,8 @@ class JaxBackend:
             compile_cache.keep_programs_if_possible()
         else:
             compile_cache.keep_programs(config.cache)
+        if config.model not in mini.NAMES:
+            _warn_of_unused_gpu()
 
     def compiled(self) -> tuple[int, int]:
         from targets.jax.compile_cache import programs_so_far
@@ -149,3 +157,14 @@ def _options(config: ModelConfig, request: TargetRequest) -> JaxOptions:
         tp=config.tp,
         vision=request.vision,
     )
+
+
+def _warn_of_unused_gpu() -> None:
+    """JAX without its CUDA build computes on the CPU in silence: seconds a token."""
+    import jax
+
+    if jax.default_backend() == "cpu" and any(NODES.glob("nvidia[0-9]*")):
+        log.warning(
+            "an NVIDIA GPU of this machine is not used: a Hopper GPU takes --backend cuda, and any "
+            'other one JAX with pip install "jax[cuda13]"'
+        )
