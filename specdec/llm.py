@@ -58,6 +58,10 @@ from specdec.llm_types import (
 )
 
 Value = TypeVar("Value")
+WAITING = 256
+"""Most requests that wait in the engine beside those in slots; further ones wait in this module."""
+UNBOUNDED = 1 << 30
+CLOSED = "this LLM is closed: load another"
 
 
 class LLM:
@@ -72,7 +76,8 @@ class LLM:
     ) -> None:
         """speculation: resolved. prefix: prompts are kept in host memory alone. Prefer `load`."""
         self.model, self.speculation = model, speculation
-        self._runner = EngineRunner(make_engine(model, speculation, prefix=prefix))
+        # those that were left are in the engine's queue until its next step: it has no bound then
+        self._runner = EngineRunner(make_engine(model, speculation, UNBOUNDED, prefix=prefix))
         self._requests = Requests(model, self._runner.engine.drafting)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="specdec-llm", daemon=True)
@@ -113,7 +118,7 @@ class LLM:
         return await asyncio.wrap_future(self._submitted(self._answers(plans, params)))
 
     def _plans(self, prompts: Seqs[Prompt | Conversation], params: SamplingParams) -> list[Planned]:
-        return [self._plan(prompt, params) for prompt in prompts]
+        return [self.planned(prompt, params) for prompt in prompts]
 
     def chat(
         self,
@@ -134,7 +139,8 @@ class LLM:
         """
         wishes = tools, tool_choice, thinking, thinking_token_budget
         chosen = chosen_params(params, overrides)
-        return self._call(self._answer(self._plan(Conversation(messages, *wishes), chosen), chosen))
+        plan = self.planned(Conversation(messages, *wishes), chosen)
+        return self._call(self._answer(plan, chosen))
 
     def stream(
         self,
@@ -154,7 +160,8 @@ class LLM:
         """
         asked = conversation_of(prompt, (tools, tool_choice, thinking, thinking_token_budget))
         arrived: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
-        task = self.begin_stream(asked, chosen_params(params, overrides), arrived.put)
+        chosen = chosen_params(params, overrides)
+        task = self.begin_stream(self.planned(asked, chosen), chosen, arrived.put)
         try:
             while True:
                 chunk = arrived.get()
@@ -167,15 +174,18 @@ class LLM:
             if not self._loop.is_closed():
                 task.cancel()
 
+    def planned(self, prompt: Prompt | Conversation, params: SamplingParams) -> Planned:
+        """The request in the engine's terms. Encodes the prompt, and compiles what the text must
+        follow, which may take seconds. Raises UserError."""
+        plan = self._requests.plan(prompt, params)
+        self._runner.engine.check(plan.seq)
+        return plan
+
     def begin_stream(
-        self,
-        prompt: Prompt | Conversation,
-        params: SamplingParams,
-        put: Callable[[Chunk | BaseException], object],
+        self, plan: Planned, params: SamplingParams, put: Callable[[Chunk | BaseException], object]
     ) -> Future[None]:
-        """What `stream` is made of. put: gets each chunk, or what ended the answer, on the engine's
-        event loop. Cancel the result to end the request."""
-        plan = self._plan(prompt, params)
+        """What `stream` is made of; waits for nothing. put: gets each chunk, or what ended the
+        answer, on the engine's event loop. Cancel the result to end the request."""
         return self._submitted(self._forward(plan, params, put))
 
     def close(self) -> None:
@@ -200,26 +210,31 @@ class LLM:
         self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Value]) -> Value:
-        """Run on the event loop's thread, from any other."""
-        return self._submitted(work).result()
+        """Run on the event loop's thread, from any other. Interrupted, it ends what was begun."""
+        future = self._submitted(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def _submitted(self, work: Coroutine[Any, Any, Value]) -> Future[Value]:
         if not self._thread.is_alive():
             work.close()
-            raise UserError("this LLM is closed: load another")
+            raise UserError(CLOSED)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _open(self) -> None:
-        self._room = asyncio.Semaphore(self._runner.capacity)
+        self._room = asyncio.Semaphore(self.model.target.slots + WAITING)
         self._runner.start()
 
-    def _plan(self, prompt: Prompt | Conversation, params: SamplingParams) -> Planned:
-        plan = self._requests.plan(prompt, params)
-        self._runner.engine.check(plan.seq)
-        return plan
-
     async def _answers(self, plans: list[Planned], params: SamplingParams) -> list[Answer]:
-        return list(await asyncio.gather(*(self._answer(plan, params) for plan in plans)))
+        tasks = [asyncio.create_task(self._answer(plan, params)) for plan in plans]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:  # where one has failed, nobody reads the others
+                task.cancel()
 
     async def _answer(self, plan: Planned, params: SamplingParams) -> Answer:
         seq = plan.seq
@@ -275,6 +290,9 @@ class LLM:
                 put(chunk)
         except Exception as failure:
             put(failure)
+        except asyncio.CancelledError:  # by `close`, or by the reader, who has gone then
+            put(UserError(CLOSED))
+            raise
 
     async def _chunks(self, plan: Planned, params: SamplingParams) -> AsyncIterator[Chunk]:
         reports = self._reports(plan.seq)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence as Seqs
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -79,8 +80,13 @@ class AsyncLLM:
         asked = conversation_of(prompt, (tools, tool_choice, thinking, thinking_token_budget))
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | BaseException]()
         chosen = chosen_params(params, overrides)
-        put = partial(loop.call_soon_threadsafe, arrived.put_nowait)
-        task = await asyncio.to_thread(self.llm.begin_stream, asked, chosen, put)
+
+        def put(item: Chunk | BaseException) -> None:
+            with suppress(RuntimeError):  # the reader's loop is closed
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        plan = await asyncio.to_thread(self.llm.planned, asked, chosen)
+        task = self.llm.begin_stream(plan, chosen, put)
         try:
             while True:
                 chunk = await arrived.get()

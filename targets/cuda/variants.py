@@ -25,7 +25,7 @@ def variants(arch: Arch, kv8: int, kinds: set[str]) -> set[Variant]:
 
 
 def rounding_variants(hidden: int) -> set[Variant]:
-    """What a prefill call of more than `target.FINE` tokens needs beside FP8's own kernels: for all
+    """What a prefill call of more than `plan.FINE` tokens needs beside FP8's own kernels: for all
     rows, and for the last one of each prompt."""
     return w8a8.variants() | {norm_variant("w8a8", hidden)}
 

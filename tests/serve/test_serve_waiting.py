@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.serving import EOS, MODEL, ServedTarget, Server, serving
+from tests.support.until import until
 
 PAUSE_SECONDS = 0.01
 """Of a cycle."""
@@ -47,13 +48,6 @@ def busy(server: Server, tokens: int = 5000) -> Iterator[None]:
         lines = answer.iter_lines()  # its end would close the connection
         next(lines)
         yield
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def line(caplog, request: str) -> str:

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import specdec
+from specdec import llm as door
 from specdec.core.errors import UserError
 from tests.support.places import ROOT
+from tests.support.until import until
 
 PROMPT = "def quicksort(items):"
 
@@ -172,6 +174,27 @@ def test_a_closed_one_says_so():
     llm.close()
     with pytest.raises(UserError, match="closed"):
         llm.generate(PROMPT)
+
+
+def test_more_prompts_than_the_engine_holds_all_end_at_a_stop_string(monkeypatch):
+    """Each frees its place in the queue before the engine has dropped it."""
+    monkeypatch.setattr(door, "WAITING", 2)
+    with specdec.load("mini", drafter="none", slots=2, max_len=64) as llm:
+        (letter,) = llm.tokenizer.encode("a")[-1:]
+        wanted = {"allowed_token_ids": [letter], "stop": ["a"], "max_tokens": 3}
+        answers = llm.generate_all([[5]] * 24, **wanted)
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+
+
+def test_who_reads_a_stream_is_not_left_waiting_when_it_is_closed():
+    llm = specdec.load("mini", drafter="none", max_len=512)
+    llm._room = asyncio.Semaphore(0)  # as behind more requests than there is room for
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, llm.stream(PROMPT))
+        until(lambda: len(asyncio.all_tasks(llm._loop)) == 1)
+        llm.close()
+        with pytest.raises(UserError, match="closed"):
+            reading.result(30)
 
 
 def test_leaving_python_in_the_middle_of_an_answer_is_quiet():

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import Future
 from html import unescape
 from re import fullmatch, sub
 
@@ -13,6 +15,7 @@ from pydantic import BaseModel
 
 import specdec
 from specdec.core.errors import UserError
+from tests.support.until import until
 
 PROMPT = "def add(first, second):"
 FORM = {
@@ -117,6 +120,46 @@ def test_the_same_names_awaited(llm, answer):
             await awaited.generate(PROMPT, k=9)
 
     asyncio.run(use())
+
+
+def test_an_interrupted_call_ends_its_request(llm, monkeypatch):
+    """Ctrl-C in a notebook: the next cell does not wait behind it."""
+
+    def interrupted(future):
+        until(lambda: llm._runner.running == 1)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, max_tokens=200, ignore_eos=True)
+    until(lambda: llm._runner.running == 0)
+
+
+def test_a_stream_that_is_left_while_it_is_planned_never_begins(llm, monkeypatch):
+    planned, done = llm.planned, threading.Event()
+
+    def slow(*asked):
+        wanted.set()
+        left.wait()
+        try:
+            return planned(*asked)
+        finally:
+            done.set()
+
+    async def leave() -> None:
+        stream = specdec.AsyncLLM(llm).stream(PROMPT, max_tokens=3000, ignore_eos=True)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(wanted.wait)
+        first.cancel()
+        left.set()
+        await asyncio.gather(first, return_exceptions=True)
+        await asyncio.to_thread(done.wait)
+
+    wanted, left = threading.Event(), threading.Event()
+    monkeypatch.setattr(llm, "planned", slow)
+    asyncio.run(leave())
+    assert llm.generate_all([PROMPT], max_tokens=1) and llm._runner.running == 0
 
 
 def test_a_stream_that_is_left_frees_its_slot(llm):
