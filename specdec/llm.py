@@ -275,7 +275,7 @@ class LLM:
         return identity_of(self.model)
 
     def _receipt(self, seq: Sequence, ended: Ended) -> Receipt:
-        if seq.pictures:
+        if any(token < 0 for token in seq.tokens[: seq.prompt_len]):
             raise UserError("an answer about pictures has no receipt: it would not hold them")
         return receipt_of(self.identity, seq, ended)
 

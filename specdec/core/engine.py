@@ -147,7 +147,7 @@ class Engine:
         if self.scheduler.reading is None:
             self._parts = iter(())
         for seq in gone:
-            seq.finish = "cancelled"
+            seq.ended("cancelled")
         return [Event(seq, (), "cancelled") for seq in gone]
 
     def _decode(self, rows: tuple[Sequence, ...]) -> list[Event]:
@@ -299,7 +299,7 @@ class Engine:
         logprobs: tuple[TokenLogprob, ...] | None = None,
         error: str | None = None,
     ) -> Event:
-        seq.finish = finish
+        seq.ended(finish)
         self.scheduler.release(seq)
         return Event(seq, tokens, finish, logprobs, error)
 

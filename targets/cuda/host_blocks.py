@@ -27,10 +27,16 @@ class HostBlocks:
         """Bytes of all slabs."""
 
     def take(self, size: int) -> list[Tensor]:
-        """Blocks for so many bytes."""
+        """Blocks for so many bytes. Raises MemoryError where the host has none to lock."""
         count = blocks_of(size)
         while len(self._free) < count:
-            slab = torch.empty(SLAB, dtype=torch.uint8, pin_memory=True)
+            try:
+                slab = torch.empty(SLAB, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as problem:  # whatever its words: nothing was launched
+                raise MemoryError(
+                    f"the host has no memory to lock for kept prompts ({problem}): start with a "
+                    "smaller --cache-ram"
+                ) from problem
             self.taken += SLAB
             self._free += slab.split(BLOCK)
         found, self._free = self._free[:count], self._free[count:]

@@ -3,12 +3,14 @@ recently used are evicted first."""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from specdec.core.prefix_cache.snapshots import Snapshot
 
+log = logging.getLogger("specdec.prefix_cache")
 Parts = tuple[Snapshot | None, ...]
 """One entry's snapshots, one of each owner."""
 
@@ -109,7 +111,12 @@ class SnapshotPool:
             return
         while host.used + needed > self.budget.host:
             host.used -= _on_host(host.entries.popitem(last=False)[1].parts)
-        entry.parts = tuple(part and part.to_host() for part in entry.parts)
+        try:
+            entry.parts = tuple(part and part.to_host() for part in entry.parts)
+        except MemoryError as refusal:  # keeping is optional: from now on what there is must do
+            host_budget, self.budget.host = self.budget.host, host.used
+            log.warning("kept prompts get %d of %d bytes: %s", host.used, host_budget, refusal)
+            return
         host.entries[key] = entry
         host.used += needed
 

@@ -27,7 +27,7 @@ class Snapshot(Protocol):
         ...
 
     def to_host(self) -> Snapshot:
-        """The same in host memory; the caller then drops this one."""
+        """The same in host memory; the caller then drops this one. Raises MemoryError."""
         ...
 
 

@@ -16,6 +16,7 @@ from tests.support.fakes_snapshots import (
     CHUNK,
     RING,
     UNIT,
+    FakeSnapshot,
     FakeSnapshots,
     cached_engine,
 )
@@ -237,6 +238,22 @@ def test_a_snapshot_that_has_no_room_is_not_taken(monkeypatch):
 
     monkeypatch.setattr(engine.prefix_cache.owners[0], "take_chunk", refuse)
     assert [answered(engine, prompt)[0] for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("device", [0, 5 * CHUNK])
+def test_a_host_without_memory_fails_no_request(device, monkeypatch):
+    """What it can't take is forgotten, and no more is moved there."""
+    engine, prompt, tried = cached_engine(device=device), words(30), []
+
+    def refuse(snapshot):
+        tried.append(snapshot)
+        raise MemoryError("no memory to lock")
+
+    monkeypatch.setattr(FakeSnapshot, "to_host", refuse)
+    for seed in range(4):
+        answered(engine, words(30, seed))
+    assert len(tried) == 1 and engine.prefix_cache.pool.host_bytes == 0
+    assert answered(engine, prompt)[0] == 0
 
 
 def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008
