@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence as Seqs
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -14,7 +15,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from serve.chat_schema import ChatRequest
-from serve.errors import CLIENT_LEFT, ApiError, is_anthropic
+from serve.errors import CLIENT_LEFT, ApiError
 from serve.generation import PING_SECONDS, Context, Generation, Sender, begin
 from serve.replies import Json
 from serve.schema import CompletionRequest
@@ -23,8 +24,8 @@ from specdec.core.errors import UserError
 
 HEADERS_SECONDS = 2.0
 """How long a stream waits for its request to begin before it sends headers, then comments."""
-RESPONSES_ROUTES = "/v1/responses"
 Made = TypeVar("Made")
+log = logging.getLogger("specdec.serve")
 
 
 class Emitter(Protocol):
@@ -61,21 +62,22 @@ async def answer(
     wire: ChatRequest | CompletionRequest,
     request_id: str,
     emitter_of: Callable[[Generation], Emitter],
+    refusal: Callable[[ApiError], Iterable[bytes]],
 ) -> Response:
-    """Serve a validated request: a stream of events, or one document."""
+    """Serve a validated request: a stream of events, or one document. refusal: the events of a
+    stream that fails before the request has begun."""
     begun = asyncio.create_task(begin(context, wire, request_id, _sender(request)))
     begun.add_done_callback(partial(_note, request))
     if wire.stream:
         if not await _soon(begun, HEADERS_SECONDS):
-            return TokenStream(begun, _late(request.url.path, begun, emitter_of))
+            return TokenStream(begun, _late(begun, emitter_of, refusal))
         generation = begun.result()
         return TokenStream(begun, _events(generation, emitter_of(generation)))
     try:
         generation = await _unless_disconnected(request, begun)
-        body = await _unless_disconnected(request, _collect(generation, emitter_of(generation)))
+        return await _unless_disconnected(request, _whole(generation, emitter_of(generation)))
     finally:
         _drop(begun)
-    return JSONResponse(body)
 
 
 def _sender(request: Request) -> Sender:
@@ -107,7 +109,9 @@ def _drop(begun: asyncio.Task[Generation]) -> None:
 
 
 async def _late(
-    path: str, begun: asyncio.Task[Generation], emitter_of: Callable[[Generation], Emitter]
+    begun: asyncio.Task[Generation],
+    emitter_of: Callable[[Generation], Emitter],
+    refusal: Callable[[ApiError], Iterable[bytes]],
 ) -> AsyncIterator[bytes]:
     """The stream of a request that has not begun yet (it waits for its grammar's trial): comments
     until it begins, then its events."""
@@ -115,9 +119,8 @@ async def _late(
     try:
         while not await _soon(begun, PING_SECONDS):
             yield KEEPALIVE_COMMENT
-    except (ApiError, UserError) as problem:
-        error = problem if isinstance(problem, ApiError) else ApiError(400, str(problem))
-        for part in _failure(path, error):
+    except Exception as problem:
+        for part in refusal(_api_error(problem)):
             yield part
         return
     generation = begun.result()
@@ -125,14 +128,14 @@ async def _late(
         yield part
 
 
-def _failure(path: str, error: ApiError) -> Iterable[bytes]:
-    """An error before any event, in the form of the route's API."""
-    if is_anthropic(path):
-        return anthropic_failure(error)
-    if path.startswith(RESPONSES_ROUTES):
-        fields = {"code": error.code or "invalid_prompt", "message": error.message, "param": None}
-        return [event({"type": "error", "sequence_number": 0, **fields}, "error")]
-    return openai_failure(error)
+def _api_error(problem: Exception) -> ApiError:
+    """What a stream says of it, as its status has been sent."""
+    if isinstance(problem, ApiError):
+        return problem
+    if isinstance(problem, UserError):
+        return ApiError(400, str(problem))
+    log.error("a stream failed", exc_info=problem)
+    return ApiError(500, f"the server failed ({type(problem).__name__}): its log says more")
 
 
 def openai_failure(error: ApiError) -> list[bytes]:
@@ -145,9 +148,13 @@ def anthropic_failure(error: ApiError) -> list[bytes]:
     return [event(error.anthropic_body, "error")]
 
 
-async def _collect(generation: Generation, emitter: Emitter) -> Json:
+async def _whole(generation: Generation, emitter: Emitter) -> Response:
     arrivals = [arrival async for arrival in generation.pieces() if arrival is not None]
-    return emitter.document(arrivals)
+    request = generation.request
+    if request.logprob_count is None and request.prompt_logprobs is None:
+        return JSONResponse(emitter.document(arrivals))
+    # with 20 alternatives a token it takes seconds, in which streams would stand still
+    return await asyncio.to_thread(lambda: JSONResponse(emitter.document(arrivals)))
 
 
 async def _events(generation: Generation, emitter: Emitter) -> AsyncIterator[bytes]:
@@ -162,8 +169,8 @@ async def _events(generation: Generation, emitter: Emitter) -> AsyncIterator[byt
                 yield event
         for event in emitter.closing():
             yield event
-    except ApiError as error:
-        for event in emitter.failed(error):
+    except Exception as problem:
+        for event in emitter.failed(_api_error(problem)):
             yield event
 
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve import spare_memory
-from serve.answer import answer
+from serve.answer import answer, openai_failure
 from serve.anthropic.routes import anthropic_routes
 from serve.anthropic.schema import MessagesRequest, PromptRequest
 from serve.body import body_schema, describe_bodies, errors_of, read_request
@@ -175,7 +175,7 @@ async def _in_choices(
 ) -> Response:
     check_stream(wire)
     emitter = partial(Choices, context.tokenizer, wire, reply)
-    return await answer(context, request, wire, reply.request_id, emitter)
+    return await answer(context, request, wire, reply.request_id, emitter, openai_failure)
 
 
 def _operator_routes(context: Context) -> APIRouter:

@@ -21,7 +21,7 @@ from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from serve.speculation import effective_options
 from serve.stream import ChoiceText, Piece
-from serve.translate import EngineRequest, plan
+from serve.translate import EngineRequest, plan, recited
 from serve.usage import Usage
 from specdec.audit.making import Ended, Identity, receipt_of
 from specdec.constraints.vocabulary import Vocabulary
@@ -400,8 +400,8 @@ def _check_count(request: ChatRequest | CompletionRequest, capacity: int) -> Non
     """Raise ApiError 400 for more sequences than the engine holds, before they are created: a small
     body can request millions."""
     prompts = 1 if isinstance(request, ChatRequest) else len(request.prompt)
-    recitals = prompts if request.echo or request.prompt_logprobs is not None else 0
-    count = prompts * (request.n or 1) + recitals
+    each = 0 if request.limit == 0 else request.n or 1
+    count = prompts * (each + (recited(request) is not None))
     if count > capacity:
         raise ApiError(
             400,

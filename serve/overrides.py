@@ -17,7 +17,7 @@ class SamplingOverrides(BaseModel):
     # Strict: the string "0.7" is refused for a number, as are NaN and Infinity.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -126,7 +126,8 @@ class PictureRoom:
 
     def __init__(self, most: int = MOST_HELD) -> None:
         self._most, self._held = most, 0
-        self._lock = threading.Lock()
+        # taken twice where a collection while it is held frees a picture
+        self._lock = threading.RLock()
 
     def decoded(self, prompt: PicturePrompt, vision: VisionSpec) -> tuple[PlacedPicture, ...]:
         """The prompt's pictures, decoded. Raises ApiError 429 where there is no room for them, and

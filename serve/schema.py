@@ -162,7 +162,7 @@ class GenerationRequest(SamplingOverrides):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
     guided_grammar: str | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     prediction: PredictionContent | None = None
     speculative: SpeculativeWish | None = None
     include_speculation: bool | None = None

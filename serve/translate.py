@@ -157,14 +157,20 @@ def _constraints(
         raise ApiError(400, str(problem)) from None
 
 
+def recited(request: ChatRequest | CompletionRequest) -> int | None:
+    """How many alternatives each token of the prompt comes with; None: the prompt's
+    log-probabilities were not requested."""
+    if request.prompt_logprobs is None and request.echo:
+        return request.logprob_count
+    return request.prompt_logprobs
+
+
 def _recital(
     request: ChatRequest | CompletionRequest, prompt: list[int], tokenizer: ServedTokenizer
 ) -> Sequence | None:
     """A sequence that generates the prompt token by token from its first one, to get the prompt's
     log-probabilities as decoding computes them. The choices themselves are not affected."""
-    wish = request.prompt_logprobs
-    if wish is None and request.echo:
-        wish = request.logprob_count
+    wish = recited(request)
     if wish is None or len(prompt) == 1:
         return None
     if silent := set(prompt) & set(tokenizer.suppress_ids):

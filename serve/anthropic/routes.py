@@ -8,7 +8,7 @@ from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from serve.answer import answer
+from serve.answer import answer, anthropic_failure
 from serve.anthropic.emitter import AnthropicEmitter
 from serve.anthropic.schema import MessagesRequest, PromptRequest
 from serve.anthropic.translate import chat_of
@@ -33,7 +33,7 @@ def anthropic_routes(context: Context, max_body: int) -> APIRouter:
         wire = await read_request(request, MessagesRequest, context, max_body)
         request_id = f"msg_{uuid.uuid4().hex}"
         emitter = partial(AnthropicEmitter, request_id, wire.model, wire.max_tokens)
-        return await answer(context, request, chat_of(wire), request_id, emitter)
+        return await answer(context, request, chat_of(wire), request_id, emitter, anthropic_failure)
 
     @router.post("/count_tokens", openapi_extra=body_schema(PromptRequest))
     async def count_tokens(request: Request) -> Json:

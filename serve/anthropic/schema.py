@@ -196,7 +196,7 @@ class ThinkingConfig(Options):
     hints = {"display": ANY, "block_binding": ANY}  # noqa: RUF012
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
 
 
 class JsonFormat(Options):

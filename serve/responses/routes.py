@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -25,18 +26,24 @@ def responses_routes(context: Context, max_body: int) -> APIRouter:
         wire = await read_request(request, ResponsesRequest, context, max_body)
         request_id = f"resp_{uuid.uuid4().hex}"
         emitter = partial(ResponsesEmitter, request_id, context.model_name, wire)
+        refusal = partial(_refusal, emitter)
         try:
-            return await answer(context, request, chat_of(wire), request_id, emitter)
+            return await answer(context, request, chat_of(wire), request_id, emitter, refusal)
         except ApiError as error:
             if wire.stream and error.code in CODES:
-                return EventStream(_failure(emitter(), error))
+                return EventStream(_stream(refusal(error)))
             raise
 
     return router
 
 
-async def _failure(emitter: ResponsesEmitter, error: ApiError):
+def _refusal(emitter_of: Callable[[], ResponsesEmitter], error: ApiError) -> list[bytes]:
     """A stream that fails before it begins. OpenAI reports these errors of streaming requests as an
     event, and only then does Codex compact its history or try again."""
-    for event in [*list(emitter.opening())[:1], *emitter.failed(error)]:
+    emitter = emitter_of()
+    return [*list(emitter.opening())[:1], *emitter.failed(error)]
+
+
+async def _stream(events: list[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
         yield event

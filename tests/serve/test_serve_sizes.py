@@ -18,7 +18,7 @@ from serve.lanes import LARGE_WAITING, MEDIUM_BYTES, MEDIUM_THREADS, SMALL_BYTES
 from serve.prompts import encode, written_bytes
 from serve.schema import parse
 from targets.chat_template import ChatTemplate, RenderedTooLong
-from tests.support.serving import TOKENIZER
+from tests.support.serving import TOKENIZER, ServedTarget, serving
 
 USER = {"role": "user", "content": "a"}
 MAX_LEN = 512
@@ -212,6 +212,40 @@ def test_a_plain_request_is_answered_while_a_grammar_is_tried(mini_server, monke
     for thread in threads:
         thread.join()
     assert {reply.status_code for reply in replies} == {400}
+
+
+def test_a_prompt_that_is_only_scored_counts_once():
+    with serving(ServedTarget(slots=1), max_waiting=2) as server:
+        asked = {"prompt": ["ab"] * 3, "echo": True, "max_tokens": 0, "logprobs": 1}
+        choices = server.post("completions", **asked).json()["choices"]
+        assert [choice["text"] for choice in choices] == ["ab"] * 3
+        crowded = server.post("completions", **asked | {"max_tokens": 1})
+        assert crowded.status_code == 400 and "needs 6 sequences" in crowded.text
+
+
+def test_a_late_refusal_has_the_form_that_codex_reads(mini_server, monkeypatch):
+    """Its headers were sent, as the request was prepared for longer than a stream waits."""
+    monkeypatch.setattr("serve.answer.HEADERS_SECONDS", 0)
+    reply = mini_server.post("responses", input="word " * 9000, stream=True)
+    assert reply.status_code == 200
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data")]
+    assert [event["type"] for event in events] == ["response.created", "response.failed"]
+    assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("completions", {"prompt": "ab", "max_tokens": 4}),
+        ("messages", {"model": "mini", "messages": [USER], "max_tokens": 4}),
+        ("responses", {"input": "ab", "max_output_tokens": 4}),
+    ],
+)
+def test_a_stream_says_that_the_server_failed(mini_server, monkeypatch, route, body):
+    monkeypatch.setattr("serve.generation.ChoiceText.feed", lambda *_: 1 // 0)
+    said = mini_server.post(route, stream=True, **body).text
+    assert "the server failed (ZeroDivisionError)" in said
+    assert said.endswith("data: [DONE]\n\n") or "response.failed" in said or "event: error" in said
 
 
 def test_a_stream_waits_with_headers_and_comments(mini_server, monkeypatch):
