@@ -240,6 +240,8 @@ class EngineRunner:
         for event in events:
             ticket, index = self._live[event.sequence]
             if event.finish is not None:
+                # drafters and loops keep a slot's last sequence, and pictures are large
+                event.sequence.pictures = ()
                 with self._lock:
                     del self._live[event.sequence]
                     self._room.leave(event.sequence.owner.caller)

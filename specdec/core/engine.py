@@ -147,7 +147,7 @@ class Engine:
         if self.scheduler.reading is None:
             self._parts = iter(())
         for seq in gone:
-            seq.ended("cancelled")
+            seq.finish = "cancelled"
         return [Event(seq, (), "cancelled") for seq in gone]
 
     def _decode(self, rows: tuple[Sequence, ...]) -> list[Event]:
@@ -299,7 +299,7 @@ class Engine:
         logprobs: tuple[TokenLogprob, ...] | None = None,
         error: str | None = None,
     ) -> Event:
-        seq.ended(finish)
+        seq.finish = finish
         self.scheduler.release(seq)
         return Event(seq, tokens, finish, logprobs, error)
 

@@ -227,11 +227,6 @@ class Sequence:
         _require(self.max_tokens >= 1, f"max_tokens must be 1 or more, got {self.max_tokens}")
         check_places(self.tokens, self.pictures)
 
-    def ended(self, finish: FinishReason) -> None:
-        """Record why. Drafters and loops keep a slot's last sequence until another one takes the
-        slot, and pictures are large: they go now."""
-        self.finish, self.pictures = finish, ()
-
     def most_guesses(self, k: int) -> int:
         """This sequence's limit of guesses per cycle, at most the engine's k."""
         wish = self.speculative

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from drafters.none.host import NoDrafter
 from serve.generation import _joined
-from serve.runner import Mailbox, Update
-from specdec.core.types import TokenLogprob
+from serve.runner import EngineRunner, Mailbox, Update
+from specdec.core.cycle import host_cycle
+from specdec.core.engine import Engine
+from specdec.core.pictures import Picture, PlacedPicture, place_ids
+from specdec.core.types import Sequence, TokenLogprob
+from tests.support.fakes import FakeTarget
 
 FIRST = Update(0, (1, 2), drafted=4, cycles=1, emitted=2)
 SECOND = Update(0, (3,), drafted=8, cycles=2, emitted=3)
@@ -71,3 +77,29 @@ def test_updates_of_a_choice_become_one_with_the_later_ones_counts():
 )
 def test_what_stays_apart(before, after):
     assert _joined(before, after) is None
+
+
+def test_an_ended_sequence_holds_no_picture():
+    """Drafters and loops keep a slot's last sequence; idle servers had no room for pictures."""
+    picture = Picture(np.zeros((9, 3), np.uint8), np.zeros((9, 2), np.int32), 3, b"name")
+    placed = (PlacedPicture(1, picture),)
+    ended, left = (
+        Sequence([2, *place_ids(1, 3), 4], max_tokens=n, pictures=placed) for n in (2, 5000)
+    )
+
+    async def run():
+        target = FakeTarget(slots=2, max_len=8000)
+        runner = EngineRunner(Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0)))
+        runner.start()
+        box = runner.submit([ended, left]).updates
+        finished = 0
+        async for update in box:
+            finished += update.finish is not None
+            runner.cancel([left])
+            if finished == 2:
+                break
+        await asyncio.to_thread(runner.close)
+
+    asyncio.run(run())
+    assert (ended.finish, left.finish) == ("length", "cancelled")
+    assert ended.pictures == left.pictures == ()

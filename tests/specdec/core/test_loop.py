@@ -14,7 +14,6 @@ from specdec.core.accept import accept
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
-from specdec.core.pictures import Picture, PlacedPicture, place_ids
 from specdec.core.scheduler import Scheduler
 from specdec.core.sharing import QueueFull
 from specdec.core.types import NO_GUESS, SAT_OUT, Proposal, Round, Sampling, Sequence, Step
@@ -114,25 +113,6 @@ def test_length_limits():
     assert seq.finish == "length" and len(seq.tokens) == 20
     with pytest.raises(UserError, match="--max-len"):
         engine.submit(Sequence([1] * 20, max_tokens=1))
-
-
-def test_an_ended_sequence_holds_no_picture():
-    """Drafters and loops keep a slot's last sequence; idle servers had no room for pictures."""
-    target = FakeTarget(slots=3)
-    engine = Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 2))
-    picture = Picture(np.zeros((9, 3), np.uint8), np.zeros((9, 2), np.int32), 3, b"name")
-    placed = (PlacedPicture(1, picture),)
-    ended, left = (
-        Sequence([2, *place_ids(1, 3), 4], max_tokens=n, pictures=placed) for n in (2, 50)
-    )
-    for seq in (ended, left):
-        engine.submit(seq)
-    engine.step()
-    left.cancelled = True
-    while not engine.idle:
-        engine.step()
-    assert (ended.finish, left.finish) == ("length", "cancelled")
-    assert ended.pictures == left.pictures == ()
 
 
 def test_cancel_frees_the_slot_wherever_the_sequence_is():
