@@ -106,10 +106,16 @@ class Weight:
         if kind not in ("F8_E4M3", "I8"):
             return Stored(values)
         scale = self._tensor(self._scale).astype(np.float32)
-        if scale.size == self.shape[0]:
+        if not self._in_blocks(kind):
             return Stored(values, scale.reshape(self.shape[:-1]))
         rows = np.repeat(scale, BLOCK, 0)[: self.shape[0]]
         return Stored(values, None, Groups(rows, BLOCK))
+
+    def _in_blocks(self, kind: str) -> bool:
+        """Whether each block of FP8 has a scale. Their number says nothing: an output projection of
+        31B, [5376, 16384], has as many blocks as output channels."""
+        blocks = (-(-self.shape[0] // BLOCK), -(-self.shape[-1] // BLOCK))
+        return kind == "F8_E4M3" and self._groups() == blocks != (self.shape[0], 1)
 
     @property
     def _codes(self) -> str:
@@ -228,8 +234,7 @@ class Weight:
 
     def _check_plain_scale(self, kind: str) -> None:
         shape = self._groups()
-        blocks = (-(-self.shape[0] // BLOCK), -(-self.shape[-1] // BLOCK))
-        if int(np.prod(shape)) != self.shape[0] and (kind == "I8" or shape != blocks):
+        if int(np.prod(shape)) != self.shape[0] and not self._in_blocks(kind):
             self._refuse(
                 f"the scale of {self.base}.weight has shape {list(shape)}: only one scale per "
                 f"output channel ({self.shape[0]} of them), or FP8's per block of {BLOCK} x "

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import UserError
+from targets import shards
 from targets.checkpoint import Checkpoint
 from targets.cuda import four_bits, int4
 from targets.cuda.upload import as_tensor
@@ -21,6 +22,7 @@ from targets.jax.int4 import quantise_int4
 from targets.jax.load import JaxOptions, load_target
 from targets.jax.params import Grouped, load_params
 from targets.model_folder import read_arch
+from targets.schemes import Weight
 from targets.stored import dequantise
 from tests.support import tiny
 from tests.support.lossless import check_device, check_host, forget_targets
@@ -211,6 +213,17 @@ def test_bad_files_are_refused_in_one_line(tmp_path, scheme, change, message):
         checkpoint = Checkpoint(tmp_path, read_arch(tmp_path))
         checkpoint.read("layers.0.mlp.up_proj")
     assert "\n" not in str(problem.value)
+
+
+def test_as_many_blocks_as_output_channels_are_blocks(tmp_path):
+    """31B's global output projections, [5376, 16384], have 42 x 128 blocks."""
+    scale = torch.tensor([[1.0, 2.0]])
+    tensors = {"o.weight": torch.ones(2, 256).to(torch.float8_e4m3fn), "o.weight_scale": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    weight = Weight(tmp_path, shards.tensors_of(tmp_path), "o", (2, 256), {})
+    weight.check()
+    expected = scale.repeat(2, 1).repeat_interleave(128, 1)
+    np.testing.assert_array_equal(dequantise(weight.read()), expected)
 
 
 def test_modelopts_names(tmp_path):

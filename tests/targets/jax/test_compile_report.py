@@ -169,6 +169,7 @@ def test_floor_of_experts_and_the_rounds_over_them():
         (["gemma-4-31b", "--batches", "0"], "--batches must be 1 or more"),
         (["gemma-4-31b", "--contexts", "99999999"], "--max-len must be"),
         (["gemma-4-31b", "--k", "32"], "K must be 0 to 31"),
+        (["gemma-4-31b", "--out", "/"], "--out: / is a folder"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, capsys):
