@@ -203,16 +203,18 @@ class SchemaRules:
             if keyword in schema:
                 raise _cannot(where, keyword)
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        named = {**dict.fromkeys(required, True), **properties}
-        named = {k: v for k, v in named.items() if v is not False or k in required}
+        known = {**dict.fromkeys(required, schema.get("additionalProperties", True)), **properties}
+        named = {k: v for k, v in known.items() if v is not False or k in required}
         others = schema.get("additionalProperties", not named and not schema.keys() & UNKNOWN)
         unknown = [key for key in required if key not in properties]
         if unknown and schema.get("additionalProperties") is False:
             raise UserError(f"{where}: {unknown[0]!r} is required, and additionalProperties false")
+        if unknown and schema.keys() & UNKNOWN:
+            raise _cannot(where, f"unevaluatedProperties beside {unknown[0]!r}, which is required,")
         _check_sizes(schema, len(required), len(named) if others is False else None, where)
         body, empty = self._pairs(named, required, where)
         if others is not False:
-            body = self._other_pairs(body, empty, others, named, where)
+            body = self._other_pairs(body, empty, others, known, where)
         return f'"{{" {optional(body) if empty else body} "}}"'
 
     def _pairs(self, named: Schema, required: list[str], where: str) -> tuple[str, bool]:
@@ -230,10 +232,10 @@ class SchemaRules:
             so_far, empty = self._rules.add(" | ".join(ways)), empty and key not in required
         return so_far, empty
 
-    def _other_pairs(self, body: str, empty: bool, others: Any, named: Schema, where: str) -> str:
+    def _other_pairs(self, body: str, empty: bool, others: Any, known: Schema, where: str) -> str:
         key = "KEY"
-        if named:
-            names = " | ".join(map(literal, named))
+        if known:
+            names = " | ".join(map(literal, known))
             key = self._rules.terminal(f"KEY & ~( {names} )")
         value = self.value(others, f"{where}.additionalProperties")
         pair = self._rules.add(f'{key} ":" {value}')

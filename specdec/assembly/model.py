@@ -62,6 +62,8 @@ def load_model(
     arch = read_arch(path)
     tokenizer = load_tokenizer(path, arch.vocab)
     draft = kind.read(DraftRequest(arch, tokenizer, speculation, model=config.model))
+    if max(features, default=0) >= len(arch.layers):
+        raise UserError(f"{name} has {len(arch.layers)} layers, and no layer {max(features)}")
     backend.prepare(config)
     with status(f"loading {name}"):
         request = _request(speculation, draft, tokenizer.suppress_ids)

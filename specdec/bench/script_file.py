@@ -103,7 +103,7 @@ def read_script(path: Path) -> list[ScriptText]:
         half = len(text) // 2
         rows = [ScriptText(text[:half], text[half:])] if half else []
     else:
-        numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        numbered = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
         rows = [_row(line, f"{path}:{n}") for n, line in numbered]
     if not rows:
         raise UserError(

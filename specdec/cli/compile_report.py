@@ -12,11 +12,12 @@ from cyclopts import Parameter
 
 from specdec.bench.display import print_table
 from specdec.cli import topics
-from specdec.cli.console import check_folder, console, print_json
+from specdec.cli.console import check_file, console, print_json
 from specdec.cli.progress import working
 from specdec.cli.topics import Whole
 from specdec.core.errors import UserError
 from specdec.core.provenance import run_record
+from specdec.core.writing import write_whole
 from specdec.evaluation.display import require_matplotlib, save_figure
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def compile_report(
     document |= {"rows": [row for job, contexts in jobs for row in _rows(job, contexts)]}
     _print(document)
     if config.out is not None:
-        config.out.write_text(json_module.dumps(document, indent=1))
+        write_whole(config.out, json_module.dumps(document, indent=1))
     if config.plot is not None:
         _plot(document, config.plot)
     if json:
@@ -113,9 +114,9 @@ def _refuse(config: ProgramConfig) -> None:
     for name in ("batches", "contexts"):
         if min(getattr(config, name), default=0) < 1:
             raise UserError(f"--{name} must be 1 or more")
-    for file in (config.out, config.plot):
-        if file is not None:
-            check_folder(file.parent)
+    for name in ("out", "plot"):
+        if (file := getattr(config, name)) is not None:
+            check_file(file, f"--{name}")
     if config.max_len is not None and max(config.contexts) > config.max_len:
         raise UserError(f"--contexts: {max(config.contexts)} is more than --max-len has room for")
     if config.plot is not None:

@@ -62,6 +62,8 @@ def distil(
     questions = read_prompts(prompts)
     speculation = resolved(speculation, model)
     sampling.sampling({})  # refuse bad values before a model is loaded
+    if max_tokens < 1:
+        raise UserError(f"--max-tokens must be 1 or more, got {max_tokens}")
     check_folder(out)
     if shard_rows < 1 or (cut is not None and cut < 2) or (limit is not None and limit < 1):
         raise UserError("--shard-rows and --limit must be 1 or more, --cut 2 or more")

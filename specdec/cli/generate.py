@@ -31,6 +31,7 @@ from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
 from specdec.core.types import Sequence, TokenLogprob
 from specdec.core.writing import write_whole
+from specdec.evaluation.prompts import check_characters
 from targets.tokenizer import Tokenizer
 
 
@@ -65,6 +66,9 @@ def generate(
         has the log-probability of each token.
     """
     text = _prompt(prompt, prompt_file)
+    check_characters(text, "the prompt")
+    if max_tokens < 1:
+        raise UserError(f"--max-tokens must be 1 or more, got {max_tokens}")
     speculation = resolved(speculation, model)
     if receipt is not None:
         check_file(receipt, "--receipt")

@@ -6,8 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from specdec.core.errors import UserError
@@ -49,7 +49,7 @@ def read_metrics(url: str) -> Reading:
     try:
         with urlopen(where, timeout=TIMEOUT) as reply:  # noqa: S310
             text = reply.read().decode("utf-8", "replace")
-    except (URLError, OSError, ValueError) as problem:
+    except (HTTPException, OSError, ValueError) as problem:
         why = getattr(problem, "reason", problem)
         raise UserError(f"cannot read {where} ({why}): is `specdec serve` running there?") from None
     samples = defaultdict(list)

@@ -153,7 +153,7 @@ def _lead(start: _Start, door: _Door, around: Around, lines: ControlChannel | No
         app = _app(start, door, lifecycle, loaded, engine, leader, identity)
         with signals_heard() as signals:
             server.open(app)
-            _say_where(start, door, loaded, engine)
+            _say_where(start, door, loaded, engine, listener.getsockname()[1])
             number = _until_ended(server, lifecycle, signals, door.drain_seconds)
     if leader is not None and lines is not None:
         leader.end()
@@ -206,8 +206,10 @@ def _app(
     )
 
 
-def _say_where(start: _Start, door: _Door, loaded: Model, engine: Engine) -> None:
-    address = f"http://{door.host}:{door.port}"
+def _say_where(start: _Start, door: _Door, loaded: Model, engine: Engine, port: int) -> None:
+    """port: that was taken, where --port is 0."""
+    host = f"[{door.host}]" if ":" in door.host else door.host
+    address = f"http://{host}:{port}"
     console.print(
         f"serving [bold]{', '.join(door.names) or loaded.name}[/bold] at {address}/v1 (drafter "
         f"{start.speculation.drafter}, K = {start.speculation.k}, {engine.target.slots} slots), "

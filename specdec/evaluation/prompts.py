@@ -65,7 +65,7 @@ def read_prompts(
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as failure:
         raise UserError(f"can't read prompts from {path}: {failure}") from failure
     prompts: list[Prompt] = []
@@ -108,7 +108,20 @@ def _read_line(line: str, where: str, number: str, stem: str) -> Prompt:
 def _check_text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise UserError(f'{where}: "{key}" must be a string that isn\'t empty')
+    check_characters(value, where)
     return value
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raises UserError for a part of a character, as of a text that was cut within an emoji, or
+    that was not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise UserError(
+            f"{where}: character {problem.start + 1} of the text is only a part of one: give whole "
+            "characters, in UTF-8"
+        ) from None
 
 
 def _check_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
@@ -132,4 +145,6 @@ def _text_of(content: Any, where: str) -> str:
             f'{where}: the content of "messages" must be a string or a list of '
             '{"type": "text", "text": ...} parts'
         )
-    return "\n".join(part["text"] for part in parts)
+    text = "\n".join(part["text"] for part in parts)
+    check_characters(text, where)
+    return text

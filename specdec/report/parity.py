@@ -44,6 +44,8 @@ def teach(subject: Subject) -> Section:
     short = [q for q in questions if q.prompt.category != LONG][
         :: max(1, len(questions) // ANSWERS)
     ]
+    if not short:
+        return {"why_not": "all prompts are long"}
     with subject.progress.status("answers for the comparison with transformers"):
         texts = _scored(subject, short[:ANSWERS])
     return {"dtype": dtype_name(subject.model.target.dtype), "texts": texts}

@@ -135,6 +135,16 @@ ENUMERATED = ["a", "ab", "", 1, 12, True, None, [1, "x"], {"k": "v", "B": 2}, []
 ENUMERATED += ["\u00e9\u4e16\U0001f600", 'q"\\\n\t/|()', "\x00\x7f", 2.5, -0.0001]
 # A schema, arguments that are valid for it, and arguments that are not.
 CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    (
+        {"type": "object", "required": ["x"], "additionalProperties": {"type": "integer"}},
+        [{"x": 1}, {"x": 2, "y": 3}],
+        [{}, {"x": "a"}, {"x": 1, "y": "c"}],
+    ),
+    (
+        {"type": "object", "properties": {"a": False, "ab": True}, "additionalProperties": True},
+        [{}, {"b": 1}, {"ab": 1}],
+        [{"a": 1}],
+    ),
     (an_object({}), [{}], [{"a": 1}]),
     (
         an_object({"b": {"type": "integer"}, "A": {"type": "string"}, "c": {}}, "b"),

@@ -285,6 +285,7 @@ def test_every_form_of_a_line(tmp_path):
     ("line", "words"),
     [
         ("{", "not valid JSON"),
+        ('"caf\\udce9"', "character 4 of the text is only a part"),
         ("7", "must be a string, or an object"),
         ("[]", "must be a string, or an object"),
         ('{"question": "a"}', "must be a string, or an object"),
@@ -299,6 +300,13 @@ def test_every_form_of_a_line(tmp_path):
 def test_bad_lines_are_named(tmp_path, line, words):
     with pytest.raises(UserError, match=rf"some\.jsonl:2.*{words}"):
         read_prompts(write(tmp_path, '"good"', line))
+
+
+def test_lines_end_where_json_says(tmp_path):
+    """Other line ends may stand within a string."""
+    text = "a\u2028b\u2029c\u0085d"
+    (prompt, last) = read_prompts(write(tmp_path, f'"{text}"', '"e"'))
+    assert (prompt.text, last.id) == (text, "2")
 
 
 def test_bad_files_are_named(tmp_path):

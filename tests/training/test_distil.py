@@ -94,4 +94,6 @@ def test_the_command_distils_and_continues(tmp_path, capsys, worded) -> None:
     rows, manifest = read_answers(out)
     assert len(rows) == 2 and len(manifest["target"]) == 64
     assert "--shard-rows" in refused(capsys, *command, "--shard-rows", "0")
+    other = ["distil", str(prompts), "--out", str(tmp_path / "other"), "--max-tokens", "0"]
+    assert "--max-tokens" in refused(capsys, *other) and not (tmp_path / "other").exists()
     assert "continues at row 2 of 2" in run(capsys, *command)[1]

@@ -286,7 +286,11 @@ def test_an_answer_that_its_grammars_cost_ended(mini_server, capsys, tmp_path):
 def test_an_arithmetic_that_cant_be_had_refuses_its_receipt_alone(written, capsys, tmp_path):
     honest = read_receipt(written["greedy-whole-0"].read_bytes())
     strange = tmp_path / "strange.json"
-    strange.write_text(changed(honest, "arithmetic", "max_len", value=2**24).to_text())
-    code, lines, _ = judged(capsys, strange, written["greedy-whole-0"])
-    assert code == 2 and len(lines) == 2
-    assert "refused: --max-len must be" in lines[0] and "verified" in lines[1]
+    for name, value, words in (
+        ("max_len", 2**24, "refused: --max-len must be"),
+        ("features", [999], "no layer 999"),
+    ):
+        strange.write_text(changed(honest, "arithmetic", name, value=value).to_text())
+        code, lines, _ = judged(capsys, strange, written["greedy-whole-0"])
+        assert code == 2 and len(lines) == 2
+        assert words in lines[0] and "verified" in lines[1]

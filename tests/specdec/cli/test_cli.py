@@ -114,6 +114,8 @@ def test_doctor_finds_mini_sound_and_exact(capsys):
         (["serve", "--port", "0", "--device", "cpu"], ["--device", "--backend cuda"]),
         (["doctor", "--backend", "cuda", "--device", "cpu", "--tp", "2"], ["--tp", "needs GPUs"]),
         (["generate", PROMPT, "--prefill-copy"], ["--prefill-copy", "--backend cuda"]),
+        (["generate", PROMPT, "--max-tokens", "0"], ["--max-tokens", "1 or more", "0"]),
+        (["generate", "caf\udce9"], ["the prompt", "character 4", "UTF-8"]),
         (["generate", PROMPT, *CUDA, "--prefill-copy"], ["--prefill-copy", "--device cpu"]),
         (["perplexity", __file__, "--backend", "cuda", "--int8"], ["--int8", "--dtype fp8"]),
         (["generate", PROMPT, *CUDA, "--loop", "device"], ["--loop device", "--device cpu"]),

@@ -163,6 +163,7 @@ def test_an_idle_server_has_a_screen_too(server: Server, capsys):
     ("arguments", "expected"),
     [
         (["http://127.0.0.1:9"], "is `specdec serve` running there?"),
+        (["http://127.0.0.1:x"], "is `specdec serve` running there?"),
         (["127.0.0.1:8000"], "must begin with http"),
         (["--interval", "0"], "interval must be more than 0"),
         (["--count", "-1"], "count must be 0 or more"),
