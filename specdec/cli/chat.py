@@ -11,7 +11,7 @@ from drafters.registry import resolved
 from specdec.assembly.model import Model
 from specdec.cli import topics
 from specdec.cli.console import console, say_model
-from specdec.cli.start import loaded_model
+from specdec.cli.start import check_max_tokens, loaded_model
 from specdec.core.config import Common, ModelConfig, PrefixConfig, SamplingConfig
 from specdec.core.errors import UserError
 from specdec.llm import LLM
@@ -110,8 +110,7 @@ def chat(
     max_tokens
         Most tokens of an answer.
     """
-    if max_tokens < 1:
-        raise UserError(f"--max-tokens must be 1 or more, got {max_tokens}")
+    check_max_tokens(max_tokens)
     speculation = resolved(speculation, model)
     sampling.sampling({})  # refuse bad values before a model is loaded
     loaded: Model = loaded_model(model, speculation)

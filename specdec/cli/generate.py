@@ -24,7 +24,7 @@ from specdec.cli.console import (
     say_model,
 )
 from specdec.cli.hosts import HostsConfig, joined
-from specdec.cli.start import SHOWN, loaded_model, warm_up
+from specdec.cli.start import SHOWN, check_max_tokens, loaded_model, warm_up
 from specdec.core.config import Common, ModelConfig, SamplingConfig
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
@@ -67,8 +67,7 @@ def generate(
     """
     text = _prompt(prompt, prompt_file)
     check_characters(text, "the prompt")
-    if max_tokens < 1:
-        raise UserError(f"--max-tokens must be 1 or more, got {max_tokens}")
+    check_max_tokens(max_tokens)
     speculation = resolved(speculation, model)
     if receipt is not None:
         check_file(receipt, "--receipt")

@@ -13,10 +13,17 @@ from specdec.cli.console import console, say_model
 from specdec.cli.progress import working
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.engine import Engine
+from specdec.core.errors import UserError
 from specdec.core.types import Sampling
 
 SHOWN: Status = partial(working, console)
 """Shows progress on stderr."""
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Before a model is loaded. Raises UserError."""
+    if max_tokens < 1:
+        raise UserError(f"--max-tokens must be 1 or more, got {max_tokens}")
 
 
 def loaded_model(
