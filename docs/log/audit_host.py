@@ -92,7 +92,7 @@ def made(target: Known, tokenizer: Any, kind: str) -> list[Receipt]:
 
 def host_seconds(target: Any, tokenizer: Any, receipts: list[Receipt]) -> float:
     target.seconds, began = 0.0, time.process_time()
-    verdicts = replayed(receipts, target, tokenizer)
+    verdicts = replayed(receipts, target, tokenizer, target.max_draft)
     taken = time.process_time() - began - target.seconds
     assert {v.kind for v in verdicts} == {"verified"}, verdicts[0]
     return taken

@@ -30,7 +30,7 @@ from specdec.audit.making import Ended, receipt_of
 from specdec.audit.receipt import Receipt, read_receipt
 from specdec.audit.verify import judged_by
 from specdec.core.config import ModelConfig
-from specdec.core.types import Sampling, Sequence, TokenLogprob
+from specdec.core.types import MAX_DRAFT, Sampling, Sequence, TokenLogprob
 from tests.support.audits import changed
 
 ANSWERS = 48
@@ -50,7 +50,7 @@ def speculation(k: int = 0) -> Any:
 def loaded(asked: argparse.Namespace) -> Model:
     own = {"dtype": asked.dtype, "kv_dtype": asked.kv_dtype, "max_len": LONGEST + TOKENS}
     config = ModelConfig(asked.name, backend="cuda", slots=AT_ONCE, **own)
-    model = random_model(asked.name, config, speculation(7))
+    model = random_model(asked.name, config, speculation(MAX_DRAFT))
     # What an identity reads of files are mini's: these weights have none.
     return replace(model, config=replace(model.config, model="mini"))
 

@@ -43,6 +43,8 @@ class Model:
     """The drivers that the target has, the faster one first."""
     config: ModelConfig
     """What was loaded, with the context that was chosen."""
+    k: int
+    """Most draft tokens for which it was loaded, and memory planned."""
     notes: tuple[str, ...] = ()
     """Sentences about the drafter and what else is not as expected, printed at start."""
 
@@ -73,7 +75,7 @@ def load_model(
         target = backend.load(path, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
     notes = (*draft.notes, *blind)
-    return Model(name, target, tokenizer, backend, drafters, loops, config, notes)
+    return Model(name, target, tokenizer, backend, drafters, loops, config, speculation.k, notes)
 
 
 def random_model(
@@ -94,7 +96,8 @@ def random_model(
         config = _sized(backend, arch, None, config, request)
         target = backend.random(arch, config, request)
         drafters = _placed(kind, draft, arch, backend, target, config)
-    return Model(name, target, load_tokenizer(mini.path("mini")), backend, drafters, loops, config)
+    tokenizer = load_tokenizer(mini.path("mini"))
+    return Model(name, target, tokenizer, backend, drafters, loops, config, speculation.k)
 
 
 def _asked(

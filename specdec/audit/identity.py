@@ -43,9 +43,8 @@ def differing(claimed: Identity, own: Identity) -> list[str]:
     """The parts in which two identities differ, so that their answers can't be compared."""
     parts = [f"model.weights ({name})" for name in _unlike_files(claimed.model, own.model)]
     parts += _unlike("model", claimed.model, own.model, ("tokenizer", "suppress"))
-    return parts + _unlike(
-        "arithmetic", claimed.arithmetic, own.arithmetic, Arithmetic.model_fields
-    )
+    told = [name for name in Arithmetic.model_fields if name in claimed.arithmetic.model_fields_set]
+    return parts + _unlike("arithmetic", claimed.arithmetic, own.arithmetic, told)
 
 
 def _unlike_files(claimed: ModelPart, own: ModelPart) -> list[str]:
@@ -77,7 +76,7 @@ def _arithmetic(model: Model) -> Arithmetic:
             "backend": config.backend,
             "device": _device(model),
             "place": (config.device or "cuda") if cuda else None,
-            "dtype": config.dtype,
+            "dtype": target.dtype if cuda else config.dtype,  # cuda's default depends on K
             "kv_dtype": config.kv_dtype,
             "int8": config.int8,
             "tp": config.tp,
@@ -86,6 +85,7 @@ def _arithmetic(model: Model) -> Arithmetic:
             "width": target.max_draft + 1,
             "chunk": target.prefill_chunk,
             "features": tuple(target.plan.features),
+            "pictures": 0 if cuda else target.plan.pictures,
             "target": hashlib.sha256(target.identity.encode()).hexdigest(),
             "flags": "" if cuda else os.environ.get("XLA_FLAGS", ""),
             "versions": {"specdec": VERSION, **_libraries(config.backend)},

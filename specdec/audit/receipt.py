@@ -19,11 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specdec.core.errors import UserError
 from specdec.core.types import MAX_DRAFT, Sampling, TokenLogprob
 
-FORMAT = "specdec-receipt/3"
+FORMAT = "specdec-receipt/4"
 """The number that is written."""
 COMMITTED = {
     "specdec-receipt/1": (),
     "specdec-receipt/2": ("logits",),
+    "specdec-receipt/3": ("logits", "sampling"),
     FORMAT: ("logits", "sampling"),
 }
 """The numbers that are read, and what each one's commitments have."""
@@ -83,7 +84,7 @@ class Arithmetic(Part):
     place: Literal["cuda", "cpu"] | None
     """Where backend cuda runs: a GPU, or its references on a CPU; None with jax."""
     dtype: Literal["float32", "bfloat16", "fp8", "fp8-w8a8", "int4"] | None
-    """As `ModelConfig` has it, like the next two."""
+    """With cuda the one that is used; with jax as `ModelConfig` has it, like the next two."""
     kv_dtype: Literal["bfloat16", "fp8", "int8"] | None
     int8: bool
     tp: Annotated[int, Field(ge=1, le=1024)]
@@ -95,6 +96,9 @@ class Arithmetic(Part):
     """Tokens of a prefill chunk."""
     features: Annotated[tuple[Count, ...], Field(max_length=1024)]
     """Layers whose outputs the programs return."""
+    pictures: Count | None = None
+    """With jax, tokens of the largest picture that is taken, which lengthens rings of the K/V
+    cache; 0: none is. None before number 4."""
     target: Digest
     """Of the target's plan, layer by layer."""
     flags: Annotated[str, Field(max_length=10_000)]
@@ -205,7 +209,9 @@ class CommitmentsPart(Part):
 class Receipt(Part):
     """One answer with all that decides it."""
 
-    format: Literal["specdec-receipt/1", "specdec-receipt/2", "specdec-receipt/3"]
+    format: Literal[
+        "specdec-receipt/1", "specdec-receipt/2", "specdec-receipt/3", "specdec-receipt/4"
+    ]
     model: ModelPart
     arithmetic: Arithmetic
     prompt: PromptPart
@@ -223,6 +229,8 @@ class Receipt(Part):
 
     @model_validator(mode="after")
     def _what_belongs_together(self) -> Receipt:
+        if (self.arithmetic.pictures is not None) != (self.format == FORMAT):
+            raise ValueError(f"arithmetic.pictures is a part of {FORMAT}, and of it alone")
         if self.answer.text is not None and self.answer.finish is None:
             raise ValueError("answer.text needs an answer that has ended")
         if self.logprobs is not None and len(self.chosen_logprobs()) != len(self.answer.ids):
@@ -267,6 +275,8 @@ class Receipt(Part):
                 del document[name]
         if self.answer.text is None:
             del document["answer"]["text"]
+        if self.arithmetic.pictures is None:
+            del document["arithmetic"]["pictures"]
         if self.commitments is not None and self.commitments.sampling is None:
             del document["commitments"]["sampling"]
         return document

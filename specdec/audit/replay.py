@@ -46,10 +46,12 @@ def replayed(
     receipts: Seqs[Receipt],
     target: LoadedTarget,
     tokenizer: ServedTokenizer,
+    k: int,
     progress: Progress = lambda count: None,
 ) -> list[Verdict]:
-    """A verdict on each receipt, in their order. They run together, as many as there are slots."""
-    replay = Replay(target, tokenizer)
+    """A verdict on each receipt, in their order. They run together, as many as there are slots. k:
+    claimed ids that one read checks at most, beside the one that it chooses."""
+    replay = Replay(target, tokenizer, k)
     rows = [replay.seated(receipt) for receipt in receipts]
     seated = [row for row in rows if isinstance(row, Row)]
     replay.run(seated, progress)
@@ -150,13 +152,11 @@ class Row:
 
 
 class Replay:
-    """An engine that drafts nothing and guesses from claims, with the most guesses that the
-    target's width has room for."""
+    """An engine that drafts nothing and guesses from claims, up to k ids at a time."""
 
-    def __init__(self, target: LoadedTarget, tokenizer: ServedTokenizer) -> None:
-        self._target, self._tokenizer = target, tokenizer
+    def __init__(self, target: LoadedTarget, tokenizer: ServedTokenizer, k: int) -> None:
+        self._target, self._tokenizer, self.k = target, tokenizer, k
         self._vocabulary = Vocabulary(tokenizer)
-        self.k = target.max_draft
 
     def seated(self, receipt: Receipt) -> Row | Verdict:
         """A claim as a sequence, or the refusal of one that can't be replayed."""
@@ -169,7 +169,7 @@ class Replay:
     def run(self, rows: Seqs[Row], progress: Progress) -> None:
         """Replay until each claim is compared, or found false."""
         of = {row.seq: row for row in rows}
-        engine = self._engine(len(rows))
+        engine = self.engine(len(rows))
         for seq in of:
             engine.submit(seq)
         while not engine.idle:
@@ -205,7 +205,7 @@ class Replay:
         }
         if not asked:
             return
-        last = {event.sequence: event for event in self._engine(len(asked)).run(list(asked))}
+        last = {event.sequence: event for event in self.engine(len(asked)).run(list(asked))}
         for seq, (row, token) in asked.items():
             row.looked_up += (Chosen(token, _last_logprob(last[seq], token)),)
 
@@ -227,10 +227,11 @@ class Replay:
         output = output_of(limits.output, self._tokenizer)
         return ChoiceText(self._tokenizer, limits.stop, output)
 
-    def _engine(self, waiting: int) -> Engine:
+    def engine(self, waiting: int) -> Engine:
+        """For so many claims at once."""
         drafter = NoDrafter()
         cycle = _once_all_are_read(host_cycle(self._target, drafter, self.k))
-        return Engine(self._target, drafter, cycle, max(waiting, 1))
+        return Engine(self._target, drafter, cycle, max(waiting, 1), pages=self._target.pages)
 
     def _check(self, receipt: Receipt) -> None:
         """Raise UserError for what this model has no ids or no room for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seqs
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +16,12 @@ from specdec.audit.receipt import MOST_BYTES, Arithmetic, Receipt, read_receipt
 from specdec.audit.replay import replayed
 from specdec.audit.verdict import Verdict, conditions_of
 from specdec.core.config import ModelConfig, SpeculationConfig
-from specdec.core.errors import UserError
+from specdec.core.errors import TooLarge, UserError
+from specdec.core.types import MAX_DRAFT
 from targets.mini import checkpoint_path
+
+KS = MAX_DRAFT, 15, 7, 3, 1, 0
+"""Of a replay on CUDA, where no bit depends on K: the first for which there is room."""
 
 
 class Shown(Protocol):
@@ -68,8 +72,20 @@ def verify(
 def model_for(
     arithmetic: Arithmetic, model: str, status: Status = quiet, cache: Path | None = None
 ) -> Model:
-    """The model with a receipt's arithmetic, as far as options set it, and no drafter. cache: as
-    `ModelConfig` has it. Raises UserError."""
+    """The model with a receipt's arithmetic, as far as options set it, and no drafter; its `k` is
+    what a replay may guess. cache: as `ModelConfig` has it. Raises UserError."""
+    if arithmetic.backend == "jax":
+        return _loaded(arithmetic, arithmetic.width - 1, model, status, cache)
+    for k in KS[:-1]:
+        # a mixture routes so many rows at once, and memory holds so many rows' logits
+        with suppress(TooLarge):
+            return _loaded(arithmetic, k, model, status, cache)
+    return _loaded(arithmetic, KS[-1], model, status, cache)
+
+
+def _loaded(
+    arithmetic: Arithmetic, k: int, model: str, status: Status, cache: Path | None
+) -> Model:
     config = ModelConfig(
         model,
         backend=arithmetic.backend,
@@ -81,11 +97,19 @@ def model_for(
         slots=arithmetic.slots,
         tp=arithmetic.tp,
         cache=cache,
+        **_images(arithmetic.pictures),
     )
-    speculation = SpeculationConfig("none", k=arithmetic.width - 1)
+    speculation = SpeculationConfig("none", k=k)
     loaded = load_model(config, speculation, status, arithmetic.features)
     require_exact(loaded, speculation, status)
     return loaded
+
+
+def _images(pictures: int | None) -> dict[str, Any]:
+    """`ModelConfig`'s options for pictures of so many tokens; None: as the checkpoint has it."""
+    if pictures is None:
+        return {}
+    return {"image_tokens": pictures} if pictures else {"images": "off"}
 
 
 def judged_by(loaded: Model, receipts: Seqs[Receipt], bar: Bars = _hidden) -> list[Verdict]:
@@ -95,7 +119,7 @@ def judged_by(loaded: Model, receipts: Seqs[Receipt], bar: Bars = _hidden) -> li
     apart = [differing(Identity(r.model, r.arithmetic), own) for r in receipts]
     equal = [r for r, parts in zip(receipts, apart, strict=True) if not parts]
     with bar(sum(len(receipt.answer.ids) for receipt in equal)) as shown:
-        found = iter(replayed(equal, loaded.target, loaded.tokenizer, shown.advance))
+        found = iter(replayed(equal, loaded.target, loaded.tokenizer, loaded.k, shown.advance))
     pairs = zip(receipts, apart, strict=True)
     return [_incomparable(r, parts) if parts else next(found) for r, parts in pairs]
 

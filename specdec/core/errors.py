@@ -1,4 +1,4 @@
-"""The one exception that is the user's to fix."""
+"""The exceptions that are the user's to fix."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The command line prints it and exits with 2; the server answers 4xx in OpenAI's error form.
     """
+
+
+class TooLarge(UserError):
+    """What was asked for does not fit: fewer slots, a smaller K or a shorter context may."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
-from specdec.core.errors import UserError
+from specdec.core.errors import TooLarge
 from specdec.core.pages import PagePlan
 from targets.arch import Arch, LayerSpec
 from targets.cuda import tiles
@@ -192,7 +192,7 @@ def fitted(
     if plan is not None:
         return plan
     beside = f" beside {gib(drafter)} for the drafter" if drafter else ""
-    raise UserError(
+    raise TooLarge(
         f"this needs {needed} of GPU memory but {gib(free)} are free"
         f"{beside}: {_remedy(arch, shape, free, pages)}"
     )

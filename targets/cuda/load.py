@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.core.errors import UserError
+from specdec.core.errors import TooLarge, UserError
 from specdec.core.pages import PagePlan
 from specdec.core.types import MAX_DRAFT
 from targets.arch import Arch, MoeSpec
@@ -241,7 +241,7 @@ def _refuse_pairs(arch: Arch, moe: MoeSpec, options: CudaOptions, dtype: str) ->
     pairs = bucket_of(options.slots) * (options.k + 1) * moe.top_k
     most = most_pairs(arch, moe, kind_of(dtype))
     if pairs > most:
-        raise UserError(
+        raise TooLarge(
             f"{options.slots} slots at K = {options.k} route {pairs} pairs of row and expert at "
             f"once, the kernels at most {most}: choose fewer --slots or a smaller --k"
         )

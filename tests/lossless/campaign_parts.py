@@ -136,7 +136,7 @@ class Bench:
         drafters = {speculation.drafter: self._placed(speculation, run or {})}
         loops = self.backend.loops(self.config)
         parts = self.target, tokenizer, self.backend, drafters, loops
-        return Model(self.case["model"], *parts, self.config)
+        return Model(self.case["model"], *parts, self.config, speculation.k)
 
     def _placed(self, speculation: SpeculationConfig, run: dict[str, Any]) -> Any:
         if "draft" in run:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from specdec.assembly.engine import make_engine
+from specdec.audit.replay import Replay
 from specdec.core.config import PrefixConfig, SpeculationConfig
+from specdec.core.types import Sampling, Sequence
 from tests.campaign import Counts, check_run
 from tests.lossless.campaign_parts import Bench
+from tests.support.fakes_text import CharTokenizer
 
 K = 3
 TARGET = {
@@ -84,6 +87,16 @@ def test_one_may_leave_while_it_waits_to_come_back(bench):
     engine, counts = bench.engine({"drafter": "ngram", "k": K, "loop": "host"}), Counts()
     check_run(bench, engine, requests(cancel=14), counts)
     assert counts.gave_way and not any(bench.target.pages.held)
+
+
+def test_a_replay_of_receipts_knows_of_pages(bench):
+    """As an engine that serves does: claims give way, and give their pages back."""
+    engine = Replay(bench.target, CharTokenizer(), K).engine(5)
+    for i in range(5):
+        engine.submit(Sequence(list(range(5 + i, 17 + i)), Sampling(), max_tokens=30))
+    ends = [event.finish for event in engine.run([]) if event.finish or event.error]
+    assert ends == ["length"] * 5
+    assert not any(bench.target.pages.held), "all pages are free again"
 
 
 def test_a_prompt_that_is_read_again_begins_where_it_was_kept():

@@ -37,6 +37,7 @@ IDENTITY = Identity(
         width=8,
         chunk=4,
         features=(),
+        pictures=0,
         target=DIGEST,
         flags="",
         versions={},

@@ -17,6 +17,8 @@ class FakeTarget(OneByOne):
     losing a committed one changes every later token.
     """
 
+    pages = None
+
     def __init__(
         self,
         slots: int = 2,

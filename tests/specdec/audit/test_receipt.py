@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -48,10 +49,17 @@ def test_a_receipt_is_read_as_it_was_written(receipt):
     assert len(again.chosen_logprobs()) == len(again.answer.ids) == 9
 
 
+def older(receipt: Receipt, number: int) -> dict[str, Any]:
+    """As JSON, without what a format before 4 had not."""
+    document = receipt.to_json() | {"format": f"specdec-receipt/{number}"}
+    del document["arithmetic"]["pictures"]
+    return document
+
+
 def test_older_formats_are_read_and_written_again(receipt):
-    first, second = (receipt.to_json() | {"format": f"specdec-receipt/{n}"} for n in (1, 2))
+    first, second, third = (older(receipt, number) for number in (1, 2, 3))
     del first["commitments"], second["commitments"]["sampling"]
-    for document in (first, second):
+    for document in (first, second, third):
         again = read_receipt(text_of(document))
         assert again.answer == receipt.answer and again.to_json() == document
 
@@ -75,7 +83,9 @@ HOSTILE = {
     "recite": (("constraint",), {"recite": [1, 2, 3]}),
     "an unknown key": (("answer", "bonus"), 1),
     "an unknown part": (("bonus",), {}),
-    "another format": (("format",), "specdec-receipt/4"),
+    "another format": (("format",), "specdec-receipt/5"),
+    "pictures in the third format": (("format",), "specdec-receipt/3"),
+    "no pictures": (("arithmetic", "pictures"), None),
     "commitments in the first format": (("format",), "specdec-receipt/1"),
     "commitments to sampling in the second format": (("format",), "specdec-receipt/2"),
     "no commitments to sampling": (("commitments", "sampling"), None),

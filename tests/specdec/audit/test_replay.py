@@ -46,7 +46,8 @@ def made(drafter=None, k: int = 4, seed: int = 3, tokens: int = 30, **target) ->
 
 
 def judged(*receipts: Receipt, **target) -> list[Verdict]:
-    return replayed(receipts, ServedTarget(**target), TOKENIZER)
+    served = ServedTarget(**target)
+    return replayed(receipts, served, TOKENIZER, served.max_draft)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ def test_ends_are_those_of_the_text_where_it_is_not_read_either(honest, output, 
             document["answer"]["finish"] = finish
             claims.append(read_receipt(text_of(document)))
     Marked.decoded = 0
-    found = replayed(claims, ServedTarget(), Marked())
+    found = replayed(claims, ServedTarget(), Marked(), 7)
     reads_text = bool(stop) or output == "tools"
     assert (Marked.decoded > 0) == reads_text
     for claim, verdict, right in zip(claims, found, map(_end_by_text, claims), strict=True):
