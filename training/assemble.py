@@ -62,6 +62,10 @@ class _Teacher:
     layers: tuple[int, ...]
     lenders: tuple[int, ...]
 
+    @property
+    def dtype(self) -> str:
+        return str(self.params.top["norm"].dtype)
+
 
 def make_trainer(request: TrainingRequest, watcher: Watcher) -> tuple[Trainer, float]:
     """The trainer, and what share of the generated tokens its draft vocabulary covers. Raises
@@ -80,7 +84,7 @@ def make_trainer(request: TrainingRequest, watcher: Watcher) -> tuple[Trainer, f
     teacher, cache = _Teacher(params, arch, head.layers, head.lenders), None
     if request.feature_cache is not None:
         cache = _claim_cache(request.feature_cache, teacher, source, (rows, judged), watcher)
-    sign(request.run, contract_of(recipe, spec, source, cache is not None), ids)
+    sign(request.run, contract_of(recipe, spec, source, cache is not None, teacher.dtype), ids)
     if cache is not None:
         _fill_cache(cache, teacher, recipe.batch, watcher)
         rows, judged = with_states(cache, rows, judged)
@@ -110,10 +114,10 @@ def _claim_cache(
     watcher: Watcher,
 ) -> FeatureCache:
     """The folder for these rows, and whether it has room. Raises UserError."""
-    rows, dtype = joined(*parts), str(teacher.params.top["norm"].dtype)
+    rows = joined(*parts)
     count, length = rows.tokens.shape
     hidden = teacher.arch.hidden
-    layout = CacheLayout(count, length, len(teacher.layers) * hidden, hidden, dtype)
+    layout = CacheLayout(count, length, len(teacher.layers) * hidden, hidden, teacher.dtype)
     facts = {"target": source["target"], "data": source, "layers": teacher.layers}
     cache = FeatureCache(folder, rows, layout, facts)
     missing, size = cache.check_room(), count * layout.row_bytes / 2**20

@@ -56,6 +56,15 @@ class Source:
     stop_ids: tuple[int, ...]
     shard_rows: int
     rows: int
+    backend: str
+    dtype: str
+    kv_dtype: str
+    int8: bool
+    tp: int
+
+
+ADDED = "backend", "dtype", "kv_dtype", "int8", "tp"
+"""Fields of a source that folders of 0.1.0 lack."""
 
 
 class Progress(NamedTuple):
@@ -106,6 +115,7 @@ def claim(out: Path, source: Source) -> int:
         ),
         # The prompts are hashed as ids: a template that renders them alike makes the same rows.
         noted=("template",),
+        added=ADDED,
     )
     return min(len(shards(out)) * source.shard_rows, source.rows)
 

@@ -17,10 +17,12 @@ def agree(
     described: dict[str, Any],
     refusal: Callable[[str], str],
     noted: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
 ) -> None:
     """Write `described` as JSON, beside and renamed, or check that this is what stands there.
 
-    noted: what is written for the reader, and not compared.
+    noted: what is written for the reader, and not compared. added: what files of earlier versions
+    lack; it is compared where it is there.
     Raises UserError with `refusal` of the names, by commas, in which they differ, and where it
     can't be written.
     """
@@ -28,7 +30,8 @@ def agree(
     if file.exists():
         found = json.loads(file.read_text())
         compared = [name for name in wanted if name not in noted]
-        differing = [name for name in compared if found.get(name) != wanted[name]]
+        older = {name: wanted[name] for name in added}
+        differing = [name for name in compared if (older | found).get(name) != wanted[name]]
         if differing:
             raise UserError(refusal(", ".join(differing)))
         return

@@ -210,16 +210,18 @@ def sign(run: Path, contract: dict[str, Any], target_ids: np.ndarray) -> None:
             f"{run} is a run with other {names}: repeat its options to continue it, or "
             "name another --run"
         ),
+        added=("dtype",),
     )
 
 
 def contract_of(
-    recipe: Recipe[Any], spec: AnySpec, data: dict[str, Any], cached: bool = False
+    recipe: Recipe[Any], spec: AnySpec, data: dict[str, Any], cached: bool, dtype: str
 ) -> dict[str, Any]:
-    """All that determines a run's results, bit by bit. data: the distilled answers' manifest;
-    cached: the teacher's states were computed before the run, in a program of their own."""
+    """All that determines a run's results, bit by bit, on a number of devices. data: the distilled
+    answers' manifest; cached: the teacher's states were computed before the run, in a program of
+    their own; dtype: the teacher's."""
     made = {"recipe": _as_of_old(asdict(recipe)), "spec": _as_of_old(asdict(spec)), "data": data}
-    return made | {"feature_cache": cached}
+    return made | {"feature_cache": cached, "dtype": dtype}
 
 
 def _as_of_old(part: dict[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,7 @@ def _source(
     max_tokens: int,
     shard_rows: int,
 ) -> Source:
+    from specdec.report.identity import dtype_name
     from training.distil import Source, prompts_hash, target_hash
 
     with working(console, "hashing the target"):
@@ -158,4 +159,9 @@ def _source(
         stop_ids=tuple(loaded.tokenizer.stop_ids),
         shard_rows=shard_rows,
         rows=len(asked),
+        backend=loaded.target.backend,
+        dtype=dtype_name(loaded.target.dtype),
+        kv_dtype=dtype_name(loaded.target.kv_dtype),
+        int8=model.int8,
+        tp=model.tp,
     )

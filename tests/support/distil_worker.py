@@ -27,7 +27,8 @@ SAMPLING = Sampling(seed=7)
 def source(**changes) -> Source:
     values = {"max_tokens": 9, "max_len": 512, "stop_ids": (11,), "shard_rows": 4, "rows": 22}
     hashes = dict.fromkeys(("target", "tokenizer", "template", "prompts"), "x")
-    return Source(**{**hashes, "sampling": {"seed": 7}, **values, **changes})
+    used = {"backend": "jax", "dtype": "float32", "kv_dtype": "float32", "int8": False, "tp": 1}
+    return Source(**{**hashes, "sampling": {"seed": 7}, **values, **used, **changes})
 
 
 def run(out: Path, tell=lambda _: None, drafting: bool = True) -> int:

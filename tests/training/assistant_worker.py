@@ -43,7 +43,7 @@ def trainer(run: Path, recipe: Recipe[Any] = SMALL) -> Trainer:
     spec = assistant_for(arch, recipe.head)
     run.mkdir(parents=True, exist_ok=True)
     rows, kept = pack(answers(30), recipe.length), pack(answers(6, 1), recipe.length)
-    sign(run, contract_of(recipe, spec, {"target": "right"}), IDS)
+    sign(run, contract_of(recipe, spec, {"target": "right"}, False, "float32"), IDS)
     return Trainer(recipe, spec, run, params, taught(head_of(spec), arch), rows, kept, IDS)
 
 

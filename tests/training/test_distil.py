@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from specdec.cli import main
 from specdec.core.errors import UserError
 from tests.support.commands import refused, run
 from tests.support.distil_worker import PROMPTS, run as distil_fake, source
@@ -54,6 +55,8 @@ def test_another_runs_folder_is_refused(tmp_path) -> None:
     claim(tmp_path, source())
     with pytest.raises(UserError, match="target, max_tokens"):
         claim(tmp_path, source(target="y", max_tokens=8))
+    with pytest.raises(UserError, match="other dtype, int8"):
+        claim(tmp_path, source(dtype="bfloat16", int8=True))
     with pytest.raises(UserError, match="no whole shard"):
         read_answers(tmp_path)
     with pytest.raises(UserError, match="specdec distil"):
@@ -97,3 +100,6 @@ def test_the_command_distils_and_continues(tmp_path, capsys, worded) -> None:
     other = ["distil", str(prompts), "--out", str(tmp_path / "other"), "--max-tokens", "0"]
     assert "--max-tokens" in refused(capsys, *other) and not (tmp_path / "other").exists()
     assert "continues at row 2 of 2" in run(capsys, *command)[1]
+    with pytest.raises(SystemExit):
+        main([*command, "--int8"])
+    assert "other int8" in capsys.readouterr().err.splitlines()[-1]

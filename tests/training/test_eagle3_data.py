@@ -82,10 +82,11 @@ def test_impossible_data_and_recipes_are_refused(tmp_path) -> None:
     newer = spec_for(target()[1], replace(SHAPE, fc_norm=True, norm_output=True), STOPS)
     assert newer.fc_norm and newer.norm_output
     spec = spec_for(target()[1], SHAPE, STOPS)
-    sign(tmp_path, contract_of(RECIPE, spec, {}), np.arange(3))
-    sign(tmp_path, contract_of(RECIPE, spec, {}), np.arange(3))
-    with pytest.raises(UserError, match="other recipe, data"):
-        sign(tmp_path, contract_of(replace(RECIPE, seed=4), spec, {"x": 1}), np.arange(3))
+    sign(tmp_path, contract_of(RECIPE, spec, {}, False, "float32"), np.arange(3))
+    sign(tmp_path, contract_of(RECIPE, spec, {}, False, "float32"), np.arange(3))
+    other = contract_of(replace(RECIPE, seed=4), spec, {"x": 1}, False, "bfloat16")
+    with pytest.raises(UserError, match="other recipe, data, dtype"):
+        sign(tmp_path, other, np.arange(3))
     with pytest.raises(UserError, match="missing"):
         read_recipe(tmp_path / "none.toml")
     (tmp_path / "odd.toml").write_text("steps = 3\ncolour = 1\n")

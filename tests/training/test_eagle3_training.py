@@ -111,7 +111,7 @@ def test_an_exported_head_is_the_trained_one(tmp_path, monkeypatch) -> None:
     run, out = tmp_path / "run", tmp_path / "head"
     spec = spec_for(target()[1], SHAPE, STOPS)
     ids = draft_vocabulary(count_generated(pack(answers(60), 32), spec.vocab), 200, STOPS)
-    sign(run, contract_of(RECIPE, spec, {"target": "right"}), ids)
+    sign(run, contract_of(RECIPE, spec, {"target": "right"}, False, "float32"), ids)
     with pytest.raises(UserError, match="no checkpoint yet"):
         trained_head(run, tmp_path / "right")
     done = trainer(run, made_up, replace(RECIPE, evaluate_every=100))

@@ -49,7 +49,9 @@ def test_answers_of_0_1_0_are_continued_though_the_template_is_another(old):
     recorded = json.loads((old / "data" / "distil.json").read_text())
     now = load_tokenizer(path("mini-e")).template_fingerprint
     assert recorded["template"] != now
-    source = Source(**recorded | {"template": now, "stop_ids": tuple(recorded["stop_ids"])})
+    used = {"backend": "jax", "dtype": "float32", "kv_dtype": "float32", "int8": False, "tp": 1}
+    same = {"template": now, "stop_ids": tuple(recorded["stop_ids"])}
+    source = Source(**recorded | same | used)
     assert claim(old / "data", source) == 4
     with pytest.raises(UserError, match="other prompts"):
         claim(old / "data", replace(source, prompts="x"))
