@@ -22,6 +22,7 @@ from specdec.constraints.rules import (
 )
 from specdec.constraints.vocabulary import AT_LIMIT, Vocabulary
 from specdec.core.constraint import EVERYTHING, WORD
+from specdec.core.errors import UserError
 from specdec.core.types import Constraint, Sequence
 
 MEASURED_EVERY = 16
@@ -130,7 +131,7 @@ class TextConstraint:
             return
         self._measured_at = len(self._consumed)
         if self._compiled is not None and self._compiled.overgrown() and self.failure is None:
-            self._matcher = self._again()
+            self._renew()
             self._compiled.settle()
 
     def _follow_grammar(self, matcher: LLMatcher, draft: Seqs[int], out: np.ndarray) -> None:
@@ -150,7 +151,9 @@ class TextConstraint:
         of the grammar's cost ends the sequence there, if the text comes to it. Every draft finds
         the limit at the same place, because it counts what the ids before it allow."""
         out[:] = EVERYTHING
-        matcher, size = self._again(), out.shape[1] * out.itemsize
+        matcher, size = self._renew(), out.shape[1] * out.itemsize
+        if matcher is None:
+            return
         for j, row in enumerate(out):
             if not matcher.is_error():
                 matcher.unsafe_compute_mask_ptr(row.ctypes.data, size)
@@ -164,10 +167,20 @@ class TextConstraint:
             if j == len(draft) or not _allows(row, draft[j]) or draft[j] in self._stop_ids:
                 break
             matcher.consume_token(draft[j])
-        self._matcher = self._again()
+        self._renew()
+
+    def _renew(self) -> LLMatcher | None:
+        """A fresh matcher that has read the text; None, with a failure, where its grammar's tables
+        had to be made anew and can't be."""
+        try:
+            self._matcher = self._again()
+        except UserError as refusal:
+            self.ends_at, self.failure = None, str(refusal)
+            return None
+        return self._matcher
 
     def _again(self) -> LLMatcher:
-        """A matcher that has read the text."""
+        """A matcher that has read the text. Raises UserError."""
         matcher = self._new_matcher()
         for token in self._consumed:
             matcher.consume_token(token)
@@ -184,8 +197,11 @@ class TextConstraint:
 
     def _new_matcher(self) -> LLMatcher:
         assert self.rules.grammar is not None
-        self._compiled = self._vocabulary.compiled(self.rules.grammar)
-        return self._compiled.copy()
+        known = self._compiled
+        if known is None or known.overgrown():  # once a text is written, no trial holds others up
+            known = self._vocabulary.compiled(self.rules.grammar, tried=known is not None)
+        self._compiled = known
+        return known.copy()
 
     def _fail(self, matcher: LLMatcher) -> None:
         reason = first_line(matcher.get_error())
