@@ -77,7 +77,7 @@ class TextConstraint:
         """Token ids that must follow the text read so far; None until `forced` is called."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: np.ndarray) -> None:
-        self.ends_at = None
+        self._forget_draft()
         self._catch_up(seq)
         if self._matcher is not None and not self._ended:
             self._follow_grammar(self._matcher, draft, out)
@@ -110,6 +110,7 @@ class TextConstraint:
         self._read += len(news)
         if news:
             self._forced = None
+            self._forget_draft()
         for rule in self._others:
             rule.advance(news)
         if self._matcher is None:
@@ -124,6 +125,11 @@ class TextConstraint:
             if not self._matcher.consume_token(token) and not _at_limit(self._matcher):
                 self._fail(self._matcher)
         self._bound_memory()
+
+    def _forget_draft(self) -> None:
+        """Where the last draft's text would have ended."""
+        if self.ends_at is not None:
+            self.ends_at = self.failure = None
 
     def _bound_memory(self) -> None:
         """Leave tables that have grown too large: they are freed once no text uses them."""
@@ -147,9 +153,9 @@ class TextConstraint:
             self._follow_to_limit(draft, out)
 
     def _follow_to_limit(self, draft: Seqs[int], out: np.ndarray) -> None:
-        """The rows one by one, on a matcher that reads the text again: a row that exceeds a limit
-        of the grammar's cost ends the sequence there, if the text comes to it. Every draft finds
-        the limit at the same place, because it counts what the ids before it allow."""
+        """The rows one by one, on a matcher that reads the text again: a row that fails, or exceeds
+        a limit of the grammar's cost, ends the sequence there, if the text comes to it. Every draft
+        finds the limit at the same place, because it counts what the ids before it allow."""
         out[:] = EVERYTHING
         matcher, size = self._renew(), out.shape[1] * out.itemsize
         if matcher is None:
@@ -159,9 +165,8 @@ class TextConstraint:
                 matcher.unsafe_compute_mask_ptr(row.ctypes.data, size)
             if matcher.is_error():
                 row[:] = EVERYTHING
-                if _at_limit(matcher):
-                    self.ends_at = self._read + j
-                else:
+                self.ends_at = self._read + j
+                if not _at_limit(matcher):
                     self._fail(matcher)
                 break
             if j == len(draft) or not _allows(row, draft[j]) or draft[j] in self._stop_ids:

@@ -1,5 +1,6 @@
-"""Grammars that fail while a text is written: that request ends, and the others go on. Their
-matchers are stand-ins: which of llguidance's errors come late is not known."""
+"""Grammars that fail while a text is written: that request ends, at the same token whatever was
+drafted, and the others go on. Their matchers are stand-ins: which of llguidance's errors come late
+is not known."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from tests.support.constrained import mini_tokenizer
 from tests.support.fakes import FakeTarget
 
 K = 4
+LENGTH = 8
 WRONG = "the reason"
 
 
@@ -119,6 +121,43 @@ class Guessing(NoDrafter):
             if self.at is not None:
                 draft[b, self.at] = self.bad
         return Proposal(draft)
+
+
+def text_of(drafter, k: int, bad: int) -> tuple[list[int], str | None, list[str]]:
+    """The text, its end, and the errors of events: these have no tokens."""
+    target = Asking()
+    rules, words = TextRules(grammar="any"), Words(Tables(bad))
+    seq = Sequence([3], max_tokens=LENGTH, constraint=TextConstraint(rules, words))  # pyright: ignore
+    events = list(Engine(target, drafter, host_cycle(target, drafter, k)).run([seq]))
+    told = [token for event in events for token in event.tokens]
+    assert told == seq.tokens[1:] and not any(e.tokens for e in events if e.error)
+    assert [event.finish for event in events if event.finish] == [seq.finish]
+    return told, seq.finish, [event.error for event in events if event.error]
+
+
+@pytest.fixture
+def plain(monkeypatch) -> list[int]:
+    monkeypatch.setattr(module, "_EXECUTOR", Executor())
+    return text_of(NoDrafter(), 0, -1)[0]
+
+
+@pytest.mark.parametrize("at", range(K))
+def test_a_failure_behind_a_rejected_guess_ends_nothing(plain, at):
+    bad = next(token for token in range(50) if token not in plain)
+    assert text_of(Guessing(plain, bad, at), K, bad) == (plain, "length", [])
+
+
+@pytest.mark.parametrize("at", range(LENGTH))
+def test_a_failure_ends_a_text_at_the_same_token_whatever_was_drafted(plain, at):
+    """Its first token too, which follows the prompt; the last is not read any more."""
+    bad = plain[at]
+    expected = text_of(NoDrafter(), 0, bad)
+    first = plain.index(bad)
+    assert expected[0] == plain[: first + 1]
+    assert expected[1:] == (("length", []) if first == LENGTH - 1 else ("error", expected[2]))
+    assert all(WRONG in error for error in expected[2])
+    for guesses in (Guessing(plain, bad, None), Guessing(plain, bad, 0), Guessing(plain, bad, 2)):
+        assert text_of(guesses, K, bad) == expected
 
 
 @pytest.mark.parametrize("k", [0, K])
