@@ -151,9 +151,14 @@ class Tokenizer:
         return self.encode_pieces([text])
 
     def encode_pieces(self, pieces: list[str]) -> list[int]:
-        """Ids of texts one after the other, each encoded by itself; as `encode` otherwise."""
-        # in a batch: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
-        encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        """Ids of texts one after the other, each encoded by itself; as `encode` otherwise. Raises
+        UserError for a part of a character."""
+        try:
+            # in a batch: unlike `encode` it lets other threads run meanwhile (tokenizers 0.23)
+            encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        except TypeError:
+            check_characters("".join(pieces), "the prompt")
+            raise
         ids = [i for piece in encoded for i in piece.ids]
         if self.bos_id is None or (ids and ids[0] == self.bos_id):
             return ids
@@ -268,6 +273,18 @@ def _letters_of_bytes() -> dict[str, int]:
     hidden = [byte for byte in range(256) if byte not in seen]
     letters = {chr(byte): byte for byte in seen}
     return letters | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raises UserError for a part of a character, as of a text that was cut within an emoji, or
+    that was not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise UserError(
+            f"{where}: character {problem.start + 1} of the text is only a part of one: give whole "
+            "characters, in UTF-8"
+        ) from None
 
 
 class Encoder(Protocol):

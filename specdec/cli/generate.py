@@ -31,8 +31,7 @@ from specdec.core.errors import UserError
 from specdec.core.stats import Acceptance
 from specdec.core.types import Sequence, TokenLogprob
 from specdec.core.writing import write_whole
-from specdec.evaluation.prompts import check_characters
-from targets.tokenizer import Tokenizer
+from targets.tokenizer import Tokenizer, check_characters
 
 
 def generate(

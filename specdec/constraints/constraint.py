@@ -22,6 +22,7 @@ from specdec.constraints.rules import (
 )
 from specdec.constraints.vocabulary import AT_LIMIT, Vocabulary
 from specdec.core.constraint import EVERYTHING, WORD
+from specdec.core.errors import UserError
 from specdec.core.types import Constraint, Sequence
 
 MEASURED_EVERY = 16
@@ -76,7 +77,7 @@ class TextConstraint:
         """Token ids that must follow the text read so far; None until `forced` is called."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: np.ndarray) -> None:
-        self.ends_at = None
+        self._forget_draft()
         self._catch_up(seq)
         if self._matcher is not None and not self._ended:
             self._follow_grammar(self._matcher, draft, out)
@@ -109,6 +110,7 @@ class TextConstraint:
         self._read += len(news)
         if news:
             self._forced = None
+            self._forget_draft()
         for rule in self._others:
             rule.advance(news)
         if self._matcher is None:
@@ -124,13 +126,18 @@ class TextConstraint:
                 self._fail(self._matcher)
         self._bound_memory()
 
+    def _forget_draft(self) -> None:
+        """Where the last draft's text would have ended."""
+        if self.ends_at is not None:
+            self.ends_at = self.failure = None
+
     def _bound_memory(self) -> None:
         """Leave tables that have grown too large: they are freed once no text uses them."""
         if len(self._consumed) - self._measured_at < MEASURED_EVERY:
             return
         self._measured_at = len(self._consumed)
         if self._compiled is not None and self._compiled.overgrown() and self.failure is None:
-            self._matcher = self._again()
+            self._renew()
             self._compiled.settle()
 
     def _follow_grammar(self, matcher: LLMatcher, draft: Seqs[int], out: np.ndarray) -> None:
@@ -146,28 +153,39 @@ class TextConstraint:
             self._follow_to_limit(draft, out)
 
     def _follow_to_limit(self, draft: Seqs[int], out: np.ndarray) -> None:
-        """The rows one by one, on a matcher that reads the text again: a row that exceeds a limit
-        of the grammar's cost ends the sequence there, if the text comes to it. Every draft finds
-        the limit at the same place, because it counts what the ids before it allow."""
+        """The rows one by one, on a matcher that reads the text again: a row that fails, or exceeds
+        a limit of the grammar's cost, ends the sequence there, if the text comes to it. Every draft
+        finds the limit at the same place, because it counts what the ids before it allow."""
         out[:] = EVERYTHING
-        matcher, size = self._again(), out.shape[1] * out.itemsize
+        matcher, size = self._renew(), out.shape[1] * out.itemsize
+        if matcher is None:
+            return
         for j, row in enumerate(out):
             if not matcher.is_error():
                 matcher.unsafe_compute_mask_ptr(row.ctypes.data, size)
             if matcher.is_error():
                 row[:] = EVERYTHING
-                if _at_limit(matcher):
-                    self.ends_at = self._read + j
-                else:
+                self.ends_at = self._read + j
+                if not _at_limit(matcher):
                     self._fail(matcher)
                 break
             if j == len(draft) or not _allows(row, draft[j]) or draft[j] in self._stop_ids:
                 break
             matcher.consume_token(draft[j])
-        self._matcher = self._again()
+        self._renew()
+
+    def _renew(self) -> LLMatcher | None:
+        """A fresh matcher that has read the text; None, with a failure, where its grammar's tables
+        had to be made anew and can't be."""
+        try:
+            self._matcher = self._again()
+        except UserError as refusal:
+            self.ends_at, self.failure = None, str(refusal)
+            return None
+        return self._matcher
 
     def _again(self) -> LLMatcher:
-        """A matcher that has read the text."""
+        """A matcher that has read the text. Raises UserError."""
         matcher = self._new_matcher()
         for token in self._consumed:
             matcher.consume_token(token)
@@ -184,8 +202,11 @@ class TextConstraint:
 
     def _new_matcher(self) -> LLMatcher:
         assert self.rules.grammar is not None
-        self._compiled = self._vocabulary.compiled(self.rules.grammar)
-        return self._compiled.copy()
+        known = self._compiled
+        if known is None or known.overgrown():  # once a text is written, no trial holds others up
+            known = self._vocabulary.compiled(self.rules.grammar, tried=known is not None)
+        self._compiled = known
+        return known.copy()
 
     def _fail(self, matcher: LLMatcher) -> None:
         reason = first_line(matcher.get_error())

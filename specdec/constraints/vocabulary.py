@@ -74,21 +74,22 @@ class Vocabulary:
             found += [int(part)] if i % 2 else tokens.tokenize_bytes(part)
         return found
 
-    def compiled(self, grammar: str) -> Compiled:
-        """A compiled grammar that is not yet overgrown. Raises UserError for one that can't be
-        compiled."""
+    def compiled(self, grammar: str, tried: bool = False) -> Compiled:
+        """A compiled grammar that is not yet overgrown. tried: whether this process has compiled it
+        before, so that it will not crash. Raises UserError for one that can't be compiled."""
         tokens = self.load()
         with self._lock:
             known = self._grammars.pop(grammar, None)
         if known is None or known.overgrown():
-            known = self._compile(tokens, grammar)
+            known = self._compile(tokens, grammar, tried)
         with self._lock:
             self._grammars[grammar] = known
         self._trim()
         return known
 
-    def _compile(self, tokens: LLTokenizer, grammar: str) -> Compiled:
-        check(grammar, UNUSABLE)
+    def _compile(self, tokens: LLTokenizer, grammar: str, tried: bool) -> Compiled:
+        if not tried:
+            check(grammar, UNUSABLE)
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise UserError(f"{UNUSABLE}: {first_line(matcher.get_error())}")

@@ -271,7 +271,7 @@ class Engine:
             if seq.reported:
                 report = report_of(done, b, forced_of[b], len(event.tokens), seconds)
                 event = replace(event, report=report)
-            events.append(event)
+            events += _apart(event)
         self.times.emitted(sum(len(event.tokens) for event in events), len(events))
         return events
 
@@ -282,14 +282,14 @@ class Engine:
 
     def _emit(self, seq: Sequence, chosen: list[int], told: StepLogprobs | None, row: int) -> Event:
         """Append the chosen tokens, cut at a stop id or a limit; tokens beyond are discarded."""
-        if seq.constraint is not None and seq.constraint.failure is not None:
-            return self._finish(seq, (), "error", error=seq.constraint.failure)
+        failure = None if seq.constraint is None else seq.constraint.failure
         tokens, finish = _cut_by_grammar(seq, chosen, self.target.max_len)
         seq.tokens.extend(tokens)
         details = None if told is None else told.of(seq, row, len(tokens))
         if finish is None:
             return Event(seq, tuple(tokens), None, details)
-        return self._finish(seq, tuple(tokens), finish, details)
+        error = failure if finish == "error" else None
+        return self._finish(seq, tuple(tokens), finish, details, error)
 
     def _finish(
         self,
@@ -309,14 +309,28 @@ def _cut_by_grammar(
 ) -> tuple[list[int], FinishReason | None]:
     """`_cut`, or cut where the sequence's grammar can't be followed any further, if that is
     first."""
-    ends_at = None if seq.constraint is None else seq.constraint.ends_at
-    room = len(chosen) if ends_at is None else ends_at - seq.emitted
+    constraint = seq.constraint
+    if constraint is None:
+        return _cut(seq, chosen, max_len)
+    end: FinishReason = "grammar_limit" if constraint.failure is None else "error"
+    if constraint.ends_at is not None:
+        room = constraint.ends_at - seq.emitted
+    else:
+        room = len(chosen) if constraint.failure is None else 0
     if room >= len(chosen):
         return _cut(seq, chosen, max_len)
     if room <= 0:
-        return [], "grammar_limit"
+        return [], end
     tokens, finish = _cut(seq, chosen[:room], max_len)
-    return tokens, finish or "grammar_limit"
+    return tokens, finish or end
+
+
+def _apart(event: Event) -> list[Event]:
+    """What was emitted before an error, and the error: two events, as without a draft."""
+    if event.error is None or not event.tokens:
+        return [event]
+    emitted = replace(event, finish=None, error=None)
+    return [emitted, Event(event.sequence, (), event.finish, error=event.error)]
 
 
 def _cut(seq: Sequence, chosen: list[int], max_len: int) -> tuple[list[int], FinishReason | None]:

@@ -116,11 +116,12 @@ class Constraint(Protocol):
     """
 
     failure: str | None
-    """Why it can't go on, None while it can: the engine then ends the sequence with this error."""
+    """Why it can't go on, None while it can: the engine then ends the sequence with this error,
+    where there is an `ends_at`, there."""
     ends_at: int | None
     """Number of emitted tokens after which the constraint can't be followed, as the last call of
     `masks` found; None where all its rows were made. A function of the ids before that place, so
-    the engine ends the sequence there, whatever was drafted."""
+    the engine ends the sequence there, if its text comes to it, whatever was drafted."""
 
     def masks(self, seq: Sequence, draft: Seqs[int], out: Array) -> None:
         """Clear the bits of forbidden tokens in `out` [at least len(draft) + 1, words] uint32,

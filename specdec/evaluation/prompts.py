@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specdec.core.errors import UserError
+from targets.tokenizer import check_characters
 
 FORMS = 'a string, or an object with "prompt", "text", "messages" or "turns"'
 
@@ -110,18 +111,6 @@ def _check_text(value: Any, key: str, where: str) -> str:
         raise UserError(f'{where}: "{key}" must be a string that isn\'t empty')
     check_characters(value, where)
     return value
-
-
-def check_characters(text: str, where: str) -> None:
-    """Raises UserError for a part of a character, as of a text that was cut within an emoji, or
-    that was not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        raise UserError(
-            f"{where}: character {problem.start + 1} of the text is only a part of one: give whole "
-            "characters, in UTF-8"
-        ) from None
 
 
 def _check_messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:

@@ -16,7 +16,7 @@ from targets.arch import Arch, LayerSpec
 from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, entries, padded_head, slack_of
-from targets.cuda.graphs import TOKENS, bucket_of, first_rows, padding_of
+from targets.cuda.graphs import TOKENS, bucket_of, first_rows, padding_of, prompt_graphs
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
@@ -239,10 +239,10 @@ def _remedy(arch: Arch, shape: TargetShape, free: int, pages: bool) -> str:
 
 
 def _workspace(arch: Arch, shape: TargetShape) -> int:
-    """The runtime itself, the logits of a verify, each slot's bias, attention's partial results
-    and angles, and a chunk's prefill."""
+    """The runtime itself, the logits of a verify and of prompts' graphs, each slot's bias,
+    attention's partial results and angles, and a chunk's prefill."""
     rows = bucket_of(shape.slots) * shape.width
-    logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots)
+    logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots) + graphs_logit_bytes(arch, shape)
     partial = max(
         partial_bytes(layer, max(rows, shape.short), shape.max_len) for layer in arch.layers
     )
@@ -266,6 +266,24 @@ def first_call_bytes(arch: Arch, shape: TargetShape) -> int:
         values += arch.moe.top_k * (arch.hidden + arch.moe.width)
     values += 2 * len(arch.layers) * arch.per_layer_input
     return 4 * _first_rows(shape) * values
+
+
+def graphs_logit_bytes(arch: Arch, shape: TargetShape) -> int:
+    """Logits that prompts' graphs keep: the results of each lie in memory of its own."""
+    return 4 * arch.vocab * sum(prompts for prompts, _ in _prompt_graphs(shape))
+
+
+def graphs_rows(shape: TargetShape) -> int:
+    """Rows of which these graphs keep the features, where a head reads them."""
+    return sum(prompts * tokens for prompts, tokens in _prompt_graphs(shape))
+
+
+def _prompt_graphs(shape: TargetShape) -> list[tuple[int, int]]:
+    if shape.dtype == "float32":  # references are not captured
+        return []
+    found = prompt_graphs(shape.slots, _first_rows(shape))
+    seeing = [] if shape.vision is None else [graph for graph in found if graph[0] == 1]
+    return found + seeing
 
 
 def picture_feed_bytes(arch: Arch, shape: TargetShape) -> int:

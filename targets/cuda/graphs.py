@@ -66,6 +66,14 @@ def first_rows(first: int, chunk: int, max_len: int) -> int:
     return padded_tokens(longest) if longest else 0
 
 
+def prompt_graphs(slots: int, first: int) -> list[tuple[int, int]]:
+    """The graphs that read a prompt, or several, by their number and what each is padded to. first:
+    as `first_rows`."""
+    counts = [1 << i for i in range(1, (slots - 1).bit_length() + 1)]
+    together = [(n, size) for size in TOKENS_TOGETHER for n in counts if n * size <= TOGETHER]
+    return [(n, size) for n, size in [(1, size) for size in TOKENS] + together if size <= first]
+
+
 def bucket_of(rows: int) -> int:
     """Rows that a batch is padded to; beyond the largest nothing is captured."""
     return next((bucket for bucket in BUCKETS if rows <= bucket), rows)

@@ -12,11 +12,14 @@ import torch
 from specdec.core.types import Array, CycleChoice, Proposal, Sequence, Step
 from targets.cuda.device_drafter import CapturedBatch
 from targets.cuda.ops import Rows
+from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.target import CudaTarget
 from targets.cuda.verifier import sampler_needed
 from targets.sampling_params import SamplingTable
 
 NO_FEATURES = "the target was loaded without the layers that the head reads"
+HEAD = "the draft head"
+"""What needs the memory, in an error."""
 
 
 class DraftHead(Protocol):
@@ -55,22 +58,26 @@ class HostHead(Generic[Head]):
     def reset(self, seq: Sequence) -> None:
         pass  # the new owner's prompt overwrites the slot before anything reads it
 
+    @catching_oom(HEAD)
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         self.head.prefill(seq, start, stop, step)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         return self.read(self.enqueued(seqs, k))
 
+    @catching_oom(HEAD)
     def enqueued(self, seqs: Seqs[Sequence], k: int) -> Rows:
         """`propose` on the device."""
         rows = self.target.draft_rows(seqs, k)
         self.head.propose(rows, sampler_needed(seqs))
         return rows
 
+    @catching_oom(HEAD)
     def read(self, rows: Rows) -> Proposal:
         """Wait for the guesses."""
         return Proposal(rows.tokens[:, 1:].cpu().numpy())
 
+    @catching_oom(HEAD)
     def observe(self, seqs: Seqs[Sequence], step: Step, accepted: Array) -> None:
         assert step.features is not None, NO_FEATURES
         rows = self.target.feed(seqs, np.empty((len(seqs), 0), np.int32))

@@ -25,6 +25,8 @@ from targets.cuda.target import CudaTarget
 
 ALIGN = 256
 """Tensors begin at multiples of so many bytes."""
+SNAPSHOT = "a snapshot of a prompt"
+"""What needs the memory, in an error."""
 
 
 class TensorSnapshot:
@@ -41,7 +43,7 @@ class TensorSnapshot:
     def of(cls, parts: Seqs[Tensor]) -> TensorSnapshot:
         """Copies. Raises MemoryError."""
         shapes = [(part.shape, part.dtype) for part in parts]
-        with catching_oom("a snapshot of a prompt"):
+        with catching_oom(SNAPSHOT):
             size = sum(_padded(*shape) for shape in shapes)
             made = cls(shapes, torch.empty(size, dtype=torch.uint8, device=parts[0].device))
         made.copy_from(parts)
@@ -82,7 +84,7 @@ class TensorSnapshot:
         return found
 
     def _uploaded(self) -> Tensor:
-        with catching_oom("a snapshot of a prompt"):
+        with catching_oom(SNAPSHOT):
             data = torch.empty(self._size, dtype=torch.uint8, device=self._device)
         for block, part in zip(self._blocks, data.split(BLOCK), strict=True):
             part.copy_(block[: len(part)], non_blocking=True)
@@ -120,6 +122,7 @@ class SlotSnapshots:
     def take_boundary(self, seq: Sequence, stop: int) -> TensorSnapshot:
         return TensorSnapshot.of(self._ring(seq.slot))
 
+    @catching_oom(SNAPSHOT)
     @torch.inference_mode()
     def restore(
         self,

@@ -66,10 +66,10 @@ class CudaTarget(CudaVerifier):
         self, seq: Sequence, start: int, stop: int
     ) -> Iterator[Callable[[], Step] | None]:
         """`prefill_parts` on the device; the last part's step is read by what is returned."""
-        if start == 0:
-            self.seat(seq)
-        self.reserve(seq.slot, stop)
         with catching_oom(f"a chunk of {stop - start} tokens"):
+            if start == 0:
+                self.seat(seq)
+            self.reserve(seq.slot, stop)
             placed, soft = within(start, stop, seq.pictures), []
             for part in rows_of(self.soft_tokens, placed, seq.reuse):
                 if part is None:
@@ -86,6 +86,7 @@ class CudaTarget(CudaVerifier):
             for out in made:
                 yield out and partial(self._read, seq, stop, rows, out, own)
 
+    @catching_oom("the choice after a prompt")
     def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden, soft: SoftRows) -> Step:
         """The step of a chunk that ends before `stop`."""
         features = None if out.features is None else out.features[None]

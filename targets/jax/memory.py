@@ -8,6 +8,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specdec.core.errors import UserError
 from targets.arch import Arch, released
@@ -34,11 +35,11 @@ RUNTIME = 512 << 20
 def need(arch: Arch, options: JaxOptions, checkpoint: Checkpoint | None) -> Callable[[int], Need]:
     """By context, on one device. checkpoint: None for random weights. Raises UserError for a mesh
     that there is no room for."""
-    make_mesh(options.tp)
+    mesh = make_mesh(options.tp)
     weights = _weight_bytes(arch, options, checkpoint) // options.tp
 
     def at(context: int) -> Need:
-        return Need(weights, _cache_bytes(arch, options, context), _workspace(arch, options))
+        return Need(weights, _cache_bytes(arch, options, context, mesh), _workspace(arch, options))
 
     return at
 
@@ -56,13 +57,17 @@ def _weight_bytes(arch: Arch, options: JaxOptions, checkpoint: Checkpoint | None
     return int(total) + seen * options.tp  # whole on each device
 
 
-def _cache_bytes(arch: Arch, options: JaxOptions, context: int) -> int:
+def _cache_bytes(arch: Arch, options: JaxOptions, context: int, mesh: Mesh | None) -> int:
+    """Keys and values of each layer as one device holds them."""
     plan = make_plan(arch, replace(options, max_len=context))
     kind = kv_dtype_of(options) or wide_dtype(options)
-    cache = abstract_cache(arch, plan.slots, plan.max_len, plan.slack, kind)
-    whole = sum(bytes_of(leaf.dtype, leaf.size) for leaf in jax.tree.leaves(cache.layers))
-    heads = min(layer.kv_heads for layer in arch.layers)
-    return whole // (options.tp if heads % options.tp == 0 else 1)
+    cache = abstract_cache(arch, plan.slots, plan.max_len, plan.slack, kind, mesh)
+    return sum(bytes_of(leaf.dtype, prod(_held(leaf))) for leaf in jax.tree.leaves(cache.layers))
+
+
+def _held(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of a device's part."""
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
 def _workspace(arch: Arch, options: JaxOptions) -> int:

@@ -16,10 +16,13 @@ import numpy as np
 
 from specdec.core.types import Array, Sequence
 from targets.jax.cache import TILE, Cache, Entries, Rounded, numbers
+from targets.jax.out_of_memory import catching_oom
 from targets.jax.programs import bind
 from targets.jax.target import JaxTarget
 from targets.layer_groups import layer_groups
 
+SNAPSHOT = "a snapshot of a prompt"
+"""What needs the memory, in an error."""
 SPARE = 0.9
 """Share of the memory that was never in use which is called spare."""
 
@@ -53,6 +56,12 @@ class ArraySnapshot:
 
     tree: Any
 
+    @classmethod
+    @catching_oom(SNAPSHOT)
+    def of(cls, copy: Callable[..., Any], *given: Any) -> ArraySnapshot:
+        """What a program makes of these. Raises MemoryError."""
+        return cls(copy(*given))
+
     @property
     def device_bytes(self) -> int:
         """Bytes on each device."""
@@ -68,8 +77,9 @@ class ArraySnapshot:
     def to_host(self) -> ArraySnapshot:
         return ArraySnapshot(jax.tree.map(HostArray, self.tree))
 
+    @catching_oom(SNAPSHOT)
     def arrays(self) -> Any:
-        """The tree on the device."""
+        """The tree on the device. Raises MemoryError."""
 
         def here(leaf: Any) -> Any:
             return leaf.on_device() if isinstance(leaf, HostArray) else leaf
@@ -112,11 +122,11 @@ class SlotSnapshots:
 
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> ArraySnapshot:
         layers = _of(self.target.cache, self._global)
-        return ArraySnapshot(self._take_chunk(layers, np.int32(seq.slot), np.int32(start)))
+        return ArraySnapshot.of(self._take_chunk, layers, np.int32(seq.slot), np.int32(start))
 
     def take_boundary(self, seq: Sequence, stop: int) -> ArraySnapshot:
         layers = _of(self.target.cache, self._rings)
-        return ArraySnapshot(self._take_rings(layers, np.int32(seq.slot)))
+        return ArraySnapshot.of(self._take_rings, layers, np.int32(seq.slot))
 
     def restore(
         self,

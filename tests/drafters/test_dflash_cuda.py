@@ -4,6 +4,7 @@ text, in any batch; lossless; what they need is known before they are there."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -73,6 +74,13 @@ class Judged(Judging, HostHead):
             return gumbel(seed, torch.tensor(place), len(table))[ids]
 
         return oracle.drafts(features, tokens[-1], len(guesses), warm, noise if warm else None)
+
+
+def test_features_that_graphs_of_prompts_keep_are_counted():
+    """Of one prompt 3,192 rows, of two and four at once 3,808; and a chunk's."""
+    spec, shape = SPECS["zlab"], TargetShape(4, 2048, K + 1, 2048, "fp8", "fp8")
+    more = need_bytes(spec, shape) - need_bytes(spec, replace(shape, chunk=0))
+    assert more == 4 * spec.features * (2048 + 3192 + 3808)
 
 
 @pytest.mark.parametrize("form", ["dspark", "dflash2", "zlab", "deepspec"])

@@ -177,6 +177,19 @@ def test_what_a_head_needs_is_known_before_it_is_there(tiny):
         fitted(target.arch, TargetShape(2, 64, 5, 16, "fp8", "fp8"), 2**30, 2**29)
 
 
+def test_a_head_beside_four_bits_is_counted_as_it_is_packed():
+    """As FP8."""
+    shape = TargetShape(2, 64, K + 1, 0, "int4", "fp8")
+    assert need_bytes(SPEC, shape) == need_bytes(SPEC, replace(shape, dtype="fp8"))
+
+
+def test_features_that_graphs_of_prompts_keep_are_counted():
+    """Of one prompt 3,192 rows, of two and four at once 3,808; and a chunk's."""
+    shape = TargetShape(4, 2048, K + 1, 2048, "fp8", "fp8")
+    more = need_bytes(SPEC, shape) - need_bytes(SPEC, replace(shape, chunk=0))
+    assert more == 4 * SPEC.features * (2048 + 3192 + 3808)
+
+
 @pytest.mark.parametrize(("change", "end"), [({}, 96), ({"max_position": 48}, 48)])
 def test_nothing_is_guessed_beyond_a_context(tiny, change, end):
     """Of the target's 96 tokens, or of a shorter head's: K reaches beyond both."""

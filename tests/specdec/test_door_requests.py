@@ -41,6 +41,11 @@ def answer(llm):
     return llm.generate(PROMPT, max_tokens=16, temperature=0)
 
 
+def test_a_prompt_with_half_a_character_is_one_line(llm):
+    with pytest.raises(UserError, match="character 4 of the text is only a part of one"):
+        llm.generate("caf\ud83d", max_tokens=4)
+
+
 @pytest.mark.parametrize("schema", [FORM, json.dumps(FORM)])
 def test_json_follows_its_schema(llm, schema):
     found = json.loads(llm.generate(PROMPT, max_tokens=60, json=schema).text)

@@ -15,7 +15,8 @@ from targets.backend import TargetRequest
 from targets.cuda.backend import CudaBackend
 from targets.jax import memory
 from targets.jax.backend import JaxBackend
-from targets.jax.load import JaxOptions, random_target
+from targets.jax.cache import entries, key_dims
+from targets.jax.load import JaxOptions, make_plan, random_target
 from targets.memory import MOST_CONTEXT, Need, default_context
 from tests.support.tiny import config_of
 
@@ -76,6 +77,29 @@ def test_the_plan_counts_what_is_allocated():
     needed = memory.need(arch, options, None)(256)
     assert needed.weights == held(target.params)
     assert needed.cache == held(target.cache.layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "sliding", "whole"),
+    [
+        ("gemma-4-31b", 8, 2, 1),  # of 16 and 4 heads: the 4 are stored once a device
+        ("gemma-4-26b-a4b", 4, 2, 1),  # of 8 and 2
+        ("gemma-4-31b", 4, 4, 1),
+        ("gemma-4-31b", 3, 16, 4),  # nothing divides: all on each
+    ],
+)
+def test_a_split_cache_is_counted_as_each_device_holds_it(monkeypatch, model, tp, sliding, whole):
+    """sliding, whole: K/V heads of a sliding and of a global layer on one device."""
+    arch, mesh = released(model), jax.sharding.AbstractMesh((tp,), ("tp",))
+    monkeypatch.setattr("targets.jax.memory.make_mesh", lambda tp: mesh)
+    options = JaxOptions(slots=2, max_len=4096, tp=tp, dtype="bfloat16")
+    slack = make_plan(arch, options).slack
+    heads = (sliding if layer.window else whole for layer in arch.layers)
+    expected = sum(
+        2 * 2 * entries(layer, 4096, slack) * n * (key_dims(layer) + layer.head_dim)
+        for layer, n in zip(arch.layers, heads, strict=True)
+    )
+    assert memory.need(arch, options, None)(4096).cache == expected
 
 
 def held(tree: Any) -> int:

@@ -64,6 +64,19 @@ def tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\udce9"])
+def test_a_part_of_a_character_is_one_line(folder, half):
+    """Of an emoji that was cut in two, or of bytes that are no UTF-8."""
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(UserError, match="the prompt: character 4 of the text is only a part"):
+        tokenizer.encode(f"caf{half}")
+    with pytest.raises(UserError, match="the prompt: character 3 of the text is only a part"):
+        tokenizer.encode_pieces(["a", f"b{half}"])
+    with pytest.raises(UserError, match="only a part of one"):
+        tokenizer.encode_chat([{"role": "user", "content": f"caf{half}"}])
+    assert tokenizer.decode(tokenizer.encode("\U0001f600")) == "\U0001f600"
+
+
 def test_bos_comes_exactly_once(tokenizer: Tokenizer) -> None:
     plain = tokenizer.encode("x = 1")
     assert plain[0] == 2 and plain.count(2) == 1

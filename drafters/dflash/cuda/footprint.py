@@ -9,7 +9,7 @@ from drafters.dflash.cuda.placing import arch_of
 from drafters.dflash.spec import BlockSpec, tensors
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import entries, padded_head
-from targets.cuda.footprint import TargetShape
+from targets.cuda.footprint import TargetShape, graphs_rows
 from targets.cuda.graphs import bucket_of
 
 NARROW = 2
@@ -24,7 +24,8 @@ LOGIT_COPIES = 3
 
 def need_bytes(spec: BlockSpec, shape: TargetShape) -> int:
     """What a head adds to a target's need: weights, keys and values of each slot, partial sums of a
-    block's attention, logits, and the states that a verify and a prefill chunk bring along."""
+    block's attention, logits, and the states that a verify, a prefill chunk and graphs of prompts
+    bring along."""
     size = WIDE if shape.dtype == "float32" else NARROW
     weights = sum(
         (LINEAR.get(shape.dtype, 1) if _is_linear(name) else size) * prod(dims)
@@ -36,7 +37,7 @@ def need_bytes(spec: BlockSpec, shape: TargetShape) -> int:
     kept = 2 * body.kv_heads * padded_head(body.head_dim) * shape.slots * sum(held)
     pairs = zip(layers, held, strict=True)
     partial = max(partial_bytes(layer, rows * spec.slots, own) for layer, own in pairs)
-    states = rows * shape.width + shape.chunk
+    states = rows * shape.width + shape.chunk + graphs_rows(shape)
     logits = LOGIT_COPIES * rows * spec.drafts * spec.draft_vocab
     return weights + size * kept + partial + WIDE * (spec.features * states + logits)
 

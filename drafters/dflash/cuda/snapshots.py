@@ -10,7 +10,8 @@ import torch
 from drafters.dflash.cuda.drafter import BlockDraftHead
 from specdec.core.types import Sequence
 from targets.cuda import cache as kv
-from targets.cuda.snapshots import TensorSnapshot
+from targets.cuda.out_of_memory import catching_oom
+from targets.cuda.snapshots import SNAPSHOT, TensorSnapshot
 
 
 class BlockSnapshots:
@@ -22,6 +23,7 @@ class BlockSnapshots:
         self._whole = [cache for layer, cache in pairs if layer.window is None]
         self._rings = [cache for layer, cache in pairs if layer.window is not None]
 
+    @catching_oom(SNAPSHOT)
     @torch.inference_mode()
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> TensorSnapshot | None:
         if not self._whole:
@@ -29,10 +31,12 @@ class BlockSnapshots:
         parts = (kv.read(cache, seq.slot, start, stop) for cache in self._whole)
         return TensorSnapshot.of([part for pair in parts for part in pair])
 
+    @catching_oom(SNAPSHOT)
     @torch.inference_mode()
     def take_boundary(self, seq: Sequence, stop: int) -> TensorSnapshot | None:
         return TensorSnapshot.of(self._turned(seq.slot)) if self._rings else None
 
+    @catching_oom(SNAPSHOT)
     @torch.inference_mode()
     def restore(
         self,

@@ -38,10 +38,10 @@ class BlockSnapshots:
 
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> ArraySnapshot:
         where = np.int32(seq.slot), np.int32(start)
-        return ArraySnapshot(self._cut_chunk(self.head.memory, *where))
+        return ArraySnapshot.of(self._cut_chunk, self.head.memory, *where)
 
     def take_boundary(self, seq: Sequence, stop: int) -> ArraySnapshot:
-        return ArraySnapshot(self._cut_rings(self.head.memory, np.int32(seq.slot)))
+        return ArraySnapshot.of(self._cut_rings, self.head.memory, np.int32(seq.slot))
 
     def restore(
         self,
@@ -50,10 +50,11 @@ class BlockSnapshots:
         chunks: Seqs[ArraySnapshot],
         boundary: ArraySnapshot,
     ) -> None:
-        memory, slot = self.head.memory, np.int32(seq.slot)
+        head, slot = self.head, np.int32(seq.slot)
         for number, chunk in enumerate(chunks):
-            memory = self._put_chunk(memory, slot, np.int32(number * self.unit), chunk.arrays())
-        self.head.memory = self._put_rings(memory, slot, boundary.arrays())
+            own = chunk.arrays()  # may fail, when the memory must be whole
+            head.memory = self._put_chunk(head.memory, slot, np.int32(number * self.unit), own)
+        head.memory = self._put_rings(head.memory, slot, boundary.arrays())
 
 
 def _cut_chunk(unit: int, layers: Numbers, caches: Caches, slot: Array, start: Array) -> Any:

@@ -21,7 +21,7 @@ from specdec.core.errors import UserError
 from targets.arch import Arch, LayerSpec, Rope
 from targets.cuda.attention import HEADS
 from targets.cuda.cache import entries, make_cache, padded_head, slack_of
-from targets.cuda.footprint import LINEAR, TargetShape
+from targets.cuda.footprint import LINEAR, TargetShape, graphs_rows
 from targets.cuda.graphs import bucket_of
 from targets.cuda.guessing import vocabulary_of
 from targets.cuda.load import WIDEST
@@ -150,17 +150,14 @@ def placed(head: Head, target: CudaTarget) -> HeadModel:
 
 def need_bytes(spec: HeadSpec, shape: TargetShape) -> int:
     """What a head adds to a target's need: weights, K/V, what is pending of each slot, and the
-    states that a verify and a prefill chunk bring along."""
+    states that a verify, a prefill chunk and graphs of prompts bring along."""
     longest, slots = min(shape.max_len, spec.max_position), shape.slots
+    own = shape.dtype if shape.dtype in KINDS else "fp8"  # as it is packed
     values = sum(prod(dims) for dims in tensors(spec).values())
     (layer,) = arch_of(spec).layers
     held = entries(layer, longest, slack_of(PIECE, PIECE)) * padded_head(spec.head_dim)
-    states = (slots + 1 + bucket_of(slots)) * shape.width + shape.chunk
-    return (
-        LINEAR[shape.dtype] * values
-        + 2 * 2 * slots * spec.kv_heads * held
-        + 4 * spec.features * states
-    )
+    states = (slots + 1 + bucket_of(slots)) * shape.width + shape.chunk + graphs_rows(shape)
+    return LINEAR[own] * values + 2 * 2 * slots * spec.kv_heads * held + 4 * spec.features * states
 
 
 def _ops(arch: Arch, target: CudaTarget, positions: int, kind: str) -> DraftOps:

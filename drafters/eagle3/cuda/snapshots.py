@@ -12,7 +12,8 @@ from drafters.eagle3.cuda import draft as drafting
 from drafters.eagle3.cuda.drafter import EagleDraftHead
 from specdec.core.types import Sequence
 from targets.cuda import cache as kv
-from targets.cuda.snapshots import TensorSnapshot
+from targets.cuda.out_of_memory import catching_oom
+from targets.cuda.snapshots import SNAPSHOT, TensorSnapshot
 
 
 class EagleSnapshots:
@@ -21,6 +22,7 @@ class EagleSnapshots:
     def __init__(self, head: EagleDraftHead) -> None:
         self.inputs, self.head = head.inputs, head.inputs.head
 
+    @catching_oom(SNAPSHOT)
     @torch.inference_mode()
     def take_chunk(self, seq: Sequence, start: int, stop: int) -> TensorSnapshot | None:
         if stop > self.head.longest:
@@ -29,6 +31,7 @@ class EagleSnapshots:
         first = max(0, start - 1, stop - 1 - cache.size)  # a ring has the last ones alone
         return TensorSnapshot.of(kv.read(cache, seq.slot, first, stop - 1))
 
+    @catching_oom(SNAPSHOT)
     @torch.inference_mode()
     def take_boundary(self, seq: Sequence, stop: int) -> TensorSnapshot | None:
         """The features of its last row: they are pending where a prompt was just read."""
@@ -36,6 +39,7 @@ class EagleSnapshots:
             return None
         return TensorSnapshot.of([self.inputs.pending.features[seq.slot, 0]])
 
+    @catching_oom(SNAPSHOT)
     @torch.inference_mode()
     def restore(
         self,

@@ -41,13 +41,14 @@ class EagleSnapshots:
         if stop > self.head.longest:
             return None
         cache = self.head.memory.cache
-        return ArraySnapshot(self._cut(cache, np.int32(seq.slot), _first(start)))
+        return ArraySnapshot.of(self._cut, cache, np.int32(seq.slot), _first(start))
 
     def take_boundary(self, seq: Sequence, stop: int) -> ArraySnapshot | None:
         """The features of its last row: they are pending where a prompt was just read."""
         if stop > self.head.longest:
             return None
-        return ArraySnapshot(self._row(self.head.memory.pending.features, np.int32(seq.slot)))
+        features = self.head.memory.pending.features
+        return ArraySnapshot.of(self._row, features, np.int32(seq.slot))
 
     def restore(
         self,
@@ -59,11 +60,11 @@ class EagleSnapshots:
         head, slot = self.head, np.int32(seq.slot)
         if boundary is None:
             return
-        cache = head.memory.cache
         for number, chunk in enumerate(chunks):
             assert chunk is not None, "a boundary is kept, and so are its chunks"
-            cache = self._put(cache, slot, _first(number * self.unit), chunk.arrays())
-        head.memory = replace(head.memory, cache=cache)
+            own = chunk.arrays()  # may fail, when the memory must be whole
+            cache = self._put(head.memory.cache, slot, _first(number * self.unit), own)
+            head.memory = replace(head.memory, cache=cache)
         width = head.target.prefill_chunk
         features = self._first_row(boundary.arrays(), width)
         head.read(seq.slot, features, seq.tokens[stop : stop + 1], stop - 1)

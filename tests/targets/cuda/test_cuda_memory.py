@@ -64,6 +64,34 @@ def test_what_is_fed_for_pictures_is_counted():
     assert footprint.picture_feed_bytes(B31, short) == 2 * 5376 * (8 + 16 + 32 + 64 + 128)
 
 
+@pytest.mark.parametrize(
+    ("change", "rows", "prompts"),
+    [
+        ({}, 3192 + 3808, 10 + 6 * 4 + 2),
+        ({"slots": 3}, 3192 + 3808, 10 + 6 * 4 + 2),  # three prompts are read as four
+        ({"slots": 64}, 3192 + 8288, 10 + 126 + 30 + 14 + 6 + 2),
+        ({"slots": 1, "max_len": 100}, 8 + 16 + 32 + 64 + 128, 5),
+        ({"slots": 1, "dtype": "bfloat16"}, 8 + 16 + 32 + 64 + 128 + 256 + 384, 7),
+        ({"dtype": "float32"}, 0, 0),  # the references are not captured
+    ],
+)
+def test_what_graphs_of_prompts_keep_is_counted(change, rows, prompts):
+    """Each has results of its own: a row of logits a prompt, features of all rows."""
+    shape = replace(SHAPE, **change)
+    assert footprint.graphs_rows(shape) == rows
+    assert footprint.graphs_logit_bytes(B31, shape) == 4 * 262_144 * prompts
+    more = need(replace(B31, vocab=B31.vocab + 32), shape).workspace - need(B31, shape).workspace
+    verified = bucket_of(shape.slots) * shape.width
+    assert more == 4 * 32 * (3 * verified + shape.slots + prompts)
+
+
+def test_graphs_of_prompts_with_pictures_keep_as_much():
+    vision = VisionSpec(Patches(16, 3), 8, 8, 1e-6, None, IDS, 280, 280)
+    seeing = replace(SHAPE, vision=vision)
+    assert footprint.graphs_rows(seeing) == 2 * 3192 + 3808
+    assert footprint.graphs_logit_bytes(B31, seeing) == 4 * 262_144 * (20 + 6 * 4 + 2)
+
+
 def test_a_copy_for_prefill_is_counted_and_its_scratch_is_not():
     """31B: a byte of each of 60 layers' values; a long chunk un-tiles nothing then."""
     sliding = 5376 * (32 * 256 + 2 * 16 * 256 + 32 * 256)
@@ -124,7 +152,7 @@ def test_what_fits_is_offered_and_does_fit():
         with pytest.raises(UserError) as refused:
             fitted(B31, big, free * GIB)
         line = str(refused.value)
-        assert "needs 57.2" in line and f"but {free}.0 GiB are free" in line and "\n" not in line
+        assert "needs 57.3" in line and f"but {free}.0 GiB are free" in line and "\n" not in line
         for offer in _offers(line):
             fitted(B31, replace(big, **offer), free * GIB)
     assert fitted(B31, big, need(B31, big).total) is None
