@@ -33,7 +33,8 @@ def anthropic_routes(context: Context, max_body: int) -> APIRouter:
         wire = await read_request(request, MessagesRequest, context, max_body)
         request_id = f"msg_{uuid.uuid4().hex}"
         emitter = partial(AnthropicEmitter, request_id, wire.model, wire.max_tokens)
-        return await answer(context, request, chat_of(wire), request_id, emitter, anthropic_failure)
+        chat = await context.lanes.translate(request.state.size, chat_of, wire)
+        return await answer(context, request, chat, request_id, emitter, anthropic_failure)
 
     @router.post("/count_tokens", openapi_extra=body_schema(PromptRequest))
     async def count_tokens(request: Request) -> Json:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from serve.chat_schema import MAX_TOOLS
+from serve.errors import ApiError
 from serve.schema import STRICT
 
 log = logging.getLogger("specdec.serve")
@@ -68,9 +70,15 @@ class Names:
     in the chat."""
 
     def __init__(self, tools: Seqs[FunctionTool | NamespaceTool]) -> None:
+        """Raises ApiError 400 for more functions than a chat may have."""
+        count = sum(len(t.tools) if isinstance(t, NamespaceTool) else 1 for t in tools)
+        if count > MAX_TOOLS:
+            message = f"tools have {count} functions: at most {MAX_TOOLS} are allowed"
+            raise ApiError(400, message, param="tools")
         self._own: dict[str, tuple[str | None, str]] = {}  # by the chat's name
         self._in_chat: dict[tuple[str | None, str], str] = {}
         self._functions: list[tuple[str, FunctionTool]] = []
+        self._inner: dict[str, list[str]] = {}  # chat's names in namespaces, by own name
         for tool in tools:
             if isinstance(tool, FunctionTool):
                 self._add(None, tool)
@@ -94,9 +102,7 @@ class Names:
             return known
         if namespace:
             return _qualified(namespace, name)
-        inner = [
-            chat_name for (space, own), chat_name in self._in_chat.items() if space and own == name
-        ]
+        inner = self._inner.get(name, [])
         return inner[0] if len(inner) == 1 else name
 
     def of_namespace(self, namespace: str) -> list[str]:
@@ -115,6 +121,8 @@ class Names:
                 tool.name if namespace is None else self._free(_qualified(namespace, tool.name))
             )
             self._in_chat[key], self._own[chat_name] = chat_name, key
+            if namespace is not None:
+                self._inner.setdefault(tool.name, []).append(chat_name)
         self._functions.append((chat_name, tool))
 
     def _free(self, name: str) -> str:

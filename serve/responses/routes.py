@@ -28,7 +28,8 @@ def responses_routes(context: Context, max_body: int) -> APIRouter:
         emitter = partial(ResponsesEmitter, request_id, context.model_name, wire)
         refusal = partial(_refusal, emitter)
         try:
-            return await answer(context, request, chat_of(wire), request_id, emitter, refusal)
+            chat = await context.lanes.translate(request.state.size, chat_of, wire)
+            return await answer(context, request, chat, request_id, emitter, refusal)
         except ApiError as error:
             if wire.stream and error.code in CODES:
                 return EventStream(_stream(refusal(error)))

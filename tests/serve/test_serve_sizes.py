@@ -16,8 +16,10 @@ from serve.errors import ApiError
 from serve.grammars import PER_CALLER, GrammarQueue
 from serve.lanes import LARGE_WAITING, MEDIUM_BYTES, MEDIUM_THREADS, SMALL_BYTES, Lanes
 from serve.prompts import encode, written_bytes
+from serve.responses.namespaces import Names
 from serve.schema import parse
 from targets.chat_template import ChatTemplate, RenderedTooLong
+from tests.support.chats import chat_of_body
 from tests.support.serving import TOKENIZER, ServedTarget, serving
 
 USER = {"role": "user", "content": "a"}
@@ -56,6 +58,35 @@ def test_braces_within_texts_are_no_parts(server):
     text = '{["' * (MAX_LEN + SPARE_CONTAINERS)
     said = refused(server, "v1/completions", json.dumps({"prompt": text}).encode())
     assert "the context is" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "limit"),
+    [("responses", "input", "max_output_tokens"), ("messages", "messages", "max_tokens")],
+)
+def test_a_large_body_is_translated_beside_the_event_loop(server, monkeypatch, path, name, limit):
+    threads = []
+
+    def refuse(wire):
+        threads.append(threading.current_thread().name)
+        raise ApiError(400, "seen")
+
+    module = "serve.anthropic.routes" if path == "messages" else "serve.responses.routes"
+    monkeypatch.setattr(f"{module}.chat_of", refuse)
+    for length in (10, 100_000):
+        body = {"model": "fake", limit: 1, name: [{**USER, "content": "a" * length}]}
+        refused(server, f"v1/{path}", json.dumps(body).encode())
+    assert [name.startswith("specdec-large") for name in threads] == [False, True]
+
+
+def test_more_functions_than_a_chat_may_have_are_refused_before_their_names_are_made(monkeypatch):
+    """Names of other letters alone would all be one: each is counted up from it."""
+    monkeypatch.setattr(Names, "_add", None)
+    inner = [{"type": "function", "name": chr(0x4E00 + i)} for i in range(4000)]
+    tools = [{"type": "namespace", "name": "all", "tools": inner}]
+    with pytest.raises(ApiError, match="4000 functions") as refusal:
+        chat_of_body("responses", {"input": "Go on", "tools": tools})
+    assert refusal.value.param == "tools"
 
 
 def test_a_tool_that_no_context_holds_is_refused_unrendered(monkeypatch):
