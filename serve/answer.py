@@ -22,6 +22,8 @@ from serve.schema import CompletionRequest
 from serve.stream import Piece
 from specdec.core.errors import UserError
 
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Ends of a line to Python's `splitlines`, by which clients cut events, though not to JSON."""
 HEADERS_SECONDS = 2.0
 """How long a stream waits for its request to begin before it sends headers, then comments."""
 Made = TypeVar("Made")
@@ -215,7 +217,10 @@ async def _unless_disconnected(request: Request, work: Awaitable[Made]) -> Made:
 
 def event(body: Json, name: str | None = None) -> bytes:
     """One server-sent event, with its name where an API has names for them."""
-    return format_sse_event(data_str=to_json(body).decode(), event=name)
+    data = to_json(body).decode()
+    if not data.isascii():
+        data = data.translate(LINE_ENDS)
+    return format_sse_event(data_str=data, event=name)
 
 
 def done() -> bytes:

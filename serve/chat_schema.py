@@ -71,6 +71,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 def _tool_choice(value: Any) -> Any:
     """Parse a tool_choice by its type, so that error messages are about that form alone."""
+    if value is None:
+        return None
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
             raise ValueError("must be none, auto, required, or name a function")

@@ -26,7 +26,7 @@ class SamplingOverrides(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Ids | None = None
+    allowed_token_ids: Annotated[Ids, Field(min_length=1)] | None = None
     bad_words: Annotated[list[str], Field(max_length=1000)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     ignore_eos: bool | None = None

@@ -131,10 +131,10 @@ def calls_grammar(request: ChatRequest, eager: bool = True) -> str | None:
     """The grammar of the calls that a request allows or requires; None if any text is allowed."""
     strict = any(tool.function.strict for tool in request.tools or ())
     single = request.parallel_tool_calls is False
-    bound = strict or single or request.chosen_tools is not None
+    alternative = request.structure is not None  # calls, or a text with its own structure
+    bound = strict or single or alternative or request.chosen_tools is not None
     if request.calls == "none" or (request.calls == "auto" and not bound):
         return None
-    alternative = request.structure is not None  # calls, or a text with its own structure
     try:
         return tool_grammar(
             [_as_strict_as_can_be(request, tool, eager) for tool in request.tools or ()],

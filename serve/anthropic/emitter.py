@@ -11,7 +11,7 @@ from serve.blocks import Began, Block, Blocks, Change, Ended, Grew, blocks_of
 from serve.errors import ApiError
 from serve.generation import Generation
 from serve.replies import Json
-from serve.stream import Piece, with_unopened_thoughts
+from serve.stream import TOO_AMBIGUOUS, Piece, with_unopened_thoughts
 
 SIGNATURE = "specdec"
 """Signature of every thinking block. Clients send it back with the thought; it is not checked."""
@@ -76,10 +76,8 @@ class AnthropicEmitter:
     def _stop(self, last: Piece) -> Json:
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
         reason = "stop_sequence" if last.stop is not None else reasons[last.finish or "stop"]
-        if (
-            reason == "max_tokens"
-            and self._generation.plan.choices[0].max_tokens < self._max_tokens
-        ):
+        cut = self._generation.plan.choices[0].max_tokens < self._max_tokens
+        if reason == "max_tokens" and cut and last.notice != TOO_AMBIGUOUS:
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": last.stop}
 

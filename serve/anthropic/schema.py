@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from serve.chat_schema import MAX_TOOLS
+from serve.chat_schema import MAX_TOOLS, ChatRequest
 from serve.errors import ApiError
 from serve.fields import ANY
 from serve.foreign import check_newest, kind_of
@@ -49,9 +49,21 @@ REFUSED = {
     "container": "this server runs no code",
     "mcp_servers": "this server calls no tools itself: send them as tools",
     "thread": "this server keeps no threads: send the whole conversation as messages",
+    "stop": "use stop_sequences",
+    "max_completion_tokens": "use max_tokens",
+    "reasoning_effort": "use thinking",
+    "response_format": "use output_config: {format}",
+    "n": "a message has one answer",
 }
 CODES = {"thread": "thread_unsupported_request"}
 """Error codes of refused fields, after which Anthropic's SDK sends the request in another form."""
+WITHOUT_EFFECT = {
+    "n": 1,
+    "parallel_tool_calls": True,
+    "skip_special_tokens": True,
+    "add_generation_prompt": True,
+}
+"""Values of /v1/chat/completions' own fields that change nothing, beside those that are false."""
 
 
 class TextBlock(BaseModel):
@@ -246,10 +258,12 @@ class PromptRequest(SamplingOverrides):
     @model_validator(mode="after")
     def _names(self) -> PromptRequest:
         for name, value in (self.model_extra or {}).items():
-            if name in REFUSED and value:
-                message = f"{name} is not supported: {REFUSED[name]}"
+            refused = name in REFUSED or name in OPENAIS
+            if refused and value and value != WITHOUT_EFFECT.get(name):
+                why = REFUSED.get(name, "it is a field of /v1/chat/completions")
+                message = f"{name} is not supported: {why}"
                 raise ApiError(400, message, param=name, code=CODES.get(name))
-            if name not in UNUSED and name not in REFUSED:
+            if name not in UNUSED and not refused:
                 log.info("/v1/messages: ignored the unknown field %.80r", name)
         return self
 
@@ -258,3 +272,7 @@ class MessagesRequest(PromptRequest):
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+
+
+OPENAIS = ChatRequest.model_fields.keys() - MessagesRequest.model_fields.keys() - {"stream_options"}
+"""Fields that change an answer there; proxies write `stream_options` into any request."""

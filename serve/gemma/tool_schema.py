@@ -222,7 +222,7 @@ class SchemaRules:
         them may be absent."""
         so_far, empty = "", True
         for key in _sorted(named):
-            value = self.value(named[key], f"{where}.properties.{key}")
+            value = self.value(named[key], f"{where}.properties.{_shown(key)}")
             pair = self._rules.add(f"{_key(key, where)} {value}")
             ways = [pair] if empty else []
             if so_far:
@@ -299,3 +299,8 @@ def _check_sizes(schema: Schema, fewest: int, most: int | None, where: str) -> N
 
 def _cannot(where: str, keyword: str) -> UserError:
     return UserError(f"{where}: {keyword} cannot be enforced in a call; leave it out")
+
+
+def _shown(key: str) -> str:
+    """Within a path, which errors and the log print on one line."""
+    return key if key.isprintable() else repr(key)[1:-1]

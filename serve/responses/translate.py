@@ -112,7 +112,8 @@ def _add(turn: dict[str, Any], item: Item, names: Names) -> None:
             turn["content"] = item.content
         case ReasoningItem():
             if thought := _thought(item):
-                turn["reasoning_content"] = thought
+                before = turn.get("reasoning_content")
+                turn["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
 
 
 def _thought(item: ReasoningItem) -> str | None:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from drafters.none.host import NoDrafter
+from serve.answer import event
 from specdec.core.types import Sampling
 from tests.support.fakes_text import ALPHABET, EOS, CharTokenizer
 from tests.support.serving import (
@@ -73,6 +74,13 @@ def test_chat_whole_and_streamed(server):
     assert all(d.delta.role is None for d in deltas[1:])
     assert "".join(d.delta.content or "" for d in deltas) == expected
     assert deltas[-1].finish_reason == "length"
+
+
+def test_an_event_is_one_line_to_every_client():
+    """Python's `splitlines`, as in httpx, also cuts at ends of lines that are none to JSON."""
+    body = {"text": "a\u2028b\u2029c\x85d\né"}
+    (data,) = event(body).decode().rstrip("\n").splitlines()
+    assert json.loads(data.removeprefix("data: ")) == body and "é" in data
 
 
 def test_a_stream_is_server_sent_events_that_end_in_done(server):

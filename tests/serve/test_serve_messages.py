@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import pydantic
 import pytest
 
+from serve.anthropic.emitter import AnthropicEmitter
 from serve.anthropic.schema import MessagesRequest
 from serve.anthropic.translate import chat_of
 from serve.schema import parse
+from serve.stream import TOO_AMBIGUOUS, Piece
 from tests.support.chats import prompt_of
 from tests.support.constrained import mini_tokenizer
 from tests.support.fakes import ScriptedTarget
@@ -218,6 +221,14 @@ def test_the_context_ends_before_max_tokens():
     assert said["stop_reason"] == "model_context_window_exceeded"
 
 
+def test_a_grammars_limit_is_not_the_contexts():
+    generation: Any = SimpleNamespace(plan=SimpleNamespace(choices=[SimpleNamespace(max_tokens=5)]))
+    emitter = AnthropicEmitter("m", "mini", 9, generation)
+    for notice, reason in ((None, "model_context_window_exceeded"), (TOO_AMBIGUOUS, "max_tokens")):
+        piece = Piece((), (), "length", notice=notice)
+        assert emitter._stop(piece)["stop_reason"] == reason
+
+
 def test_a_call_that_is_cut_has_no_input_and_says_so():
     with scripted(SAID) as server:
         said = server.post("messages", **BODY | {"tools": FREE, "max_tokens": 40}).json()
@@ -341,6 +352,10 @@ def test_tokens_are_counted_as_they_are_used(mini_server, client):
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, ["'x'"]),
         ({"thinking": {"type": "loud"}}, ["thinking"]),
         ({"container": "c1"}, ["container"]),
+        ({"stop": ["x"]}, ["stop", "stop_sequences"]),
+        ({"n": 2}, ["n is not", "one answer"]),
+        ({"logprobs": True}, ["logprobs", "/v1/chat/completions"]),
+        ({"response_format": {"type": "json_object"}}, ["response_format", "output_config"]),
         ({"thread": {"type": "create"}}, ["thread", "whole conversation"]),
         ({"mcp_servers": [{"name": "m"}]}, ["mcp_servers"]),
         ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, ["not"]),

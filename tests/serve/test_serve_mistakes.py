@@ -46,6 +46,7 @@ BAD = [
     ({"stop_token_ids": 3}, "stop_token_ids"),
     ({"logprobs": 21}, "logprobs"),
     ({"seed": 2**64}, "seed"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"suffix": "x"}, "suffix is not supported"),
     ({"best_of": 2}, "best_of is not supported"),
     ({"stream_options": {"include_usage": True}}, "stream: true"),

@@ -10,6 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from serve.chat_schema import ChatRequest
+from serve.errors import ApiError
 from serve.structure import calls_grammar
 from tests.support.chats import chat_of_body
 from tests.support.serving import Server
@@ -35,6 +37,21 @@ def test_a_schema_beside_json_object_is_followed(mini_server: Server):
     body = {"input": ASK, "text": {"format": FORMAT}, "max_output_tokens": 60, "seed": 1}
     reply = mini_server.post("responses", **body).json()
     jsonschema.validate(json.loads(reply["output"][0]["content"][0]["text"]), ZEBRA)
+
+
+@pytest.mark.parametrize("name", sorted(ChatRequest.model_fields.keys() - {"messages"}))
+def test_null_counts_as_absent(name):
+    plain = chat_of_body("chat", {"messages": ASK})
+    assert chat_of_body("chat", {"messages": ASK, name: None}) == plain
+
+
+def test_an_error_about_a_tool_is_one_line_whatever_its_names():
+    parameters = {"type": "object", "properties": {"a\nb": {"not": {}}}}
+    tool = {"name": "f", "strict": True, "parameters": parameters}
+    tools = [{"type": "function", "function": tool}]
+    with pytest.raises(ApiError) as refusal:
+        calls_grammar(chat_of_body("chat", {"messages": ASK, "tools": tools}))
+    assert "a\\nb" in refusal.value.message and "\n" not in refusal.value.message
 
 
 def test_a_schema_that_names_no_type_is_of_an_object_there():

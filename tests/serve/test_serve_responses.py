@@ -213,6 +213,16 @@ def test_an_agent_sends_back_what_it_got(template):
     assert last.output_text == "It is 5." and last.status == "completed"
 
 
+def test_thoughts_in_a_row_are_one():
+    thoughts = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+        for text in ("First.", "Then.")
+    ]
+    given = [{"role": "user", "content": "a"}, *thoughts, {"role": "assistant", "content": "b"}]
+    wire = parse(ResponsesRequest, json.dumps({"input": [*given, given[0]]}).encode())
+    assert chat_of(wire).messages[1].for_template()["reasoning_content"] == "First.\nThen."
+
+
 def test_a_history_means_the_chat_it_was():
     thought = {"type": "reasoning", "summary": [], "encrypted_content": sealed("Hm.")}
     text = [{"type": "output_text", "text": "Both.", "annotations": []}]

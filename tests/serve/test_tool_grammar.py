@@ -16,10 +16,11 @@ from llguidance import LLMatcher
 
 from serve.gemma.output import CallArguments, CallBegan, Content, GemmaOutput, Reasoning
 from serve.gemma.tool_grammar import tool_grammar
-from serve.structure import Thinking, after_thought
+from serve.structure import Thinking, after_thought, calls_grammar, rules_for
 from specdec.core.errors import UserError
 from tests.serve.gemma_syntax import gemma_value
 from tests.serve.mini_grammar import GRAMMAR_TOKENIZER, STOPS, TOKENIZER
+from tests.support.chats import chat_of_body
 
 # Tokens that bring a random walk to its end.
 ENDING = {
@@ -515,6 +516,18 @@ def test_auto_is_free_text_and_known_calls():
     bad += ["<|tool_call>call:get-weather{}<tool_call|>", "a<|channel>", THOUGHT, "<turn|>x"]
     bad += ["<|tool_call>call:nothing{a:1}<tool_call|>", '<|tool_call>call:module.free{a:<|"|>}']
     assert not any(accepts(grammar, text) for text in bad)
+
+
+def test_tools_may_be_called_beside_a_structure_of_the_text():
+    """Loose ones too: the model decides (vLLM #39929 is the same fault)."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+    given = chat_of_body("chat", chat | {"response_format": form})
+    grammar = calls_grammar(given)
+    assert grammar is not None and accepts(grammar, FREE) and not accepts(grammar, "")
+    whole = rules_for(given, TOKENIZER, "none").grammar
+    assert whole is not None and "@calls" in whole and "@text" in whole
 
 
 def test_required_is_nothing_but_calls():

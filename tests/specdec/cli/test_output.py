@@ -3,6 +3,7 @@ A closed pipe or an interrupt gives no traceback."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.cli.logs import FORM, OneLine
 from specdec.core.errors import UserError
 from specdec.core.writing import write_whole
 from tests.support.commands import PROMPT, refused
@@ -20,6 +22,13 @@ from tests.support.places import ROOT
 from training.distil import read_answers, shards
 
 RECIPE_FILE = str(ROOT / "configs" / "eagle3-mini-cpu.toml")
+
+
+def test_no_client_writes_lines_of_its_own_into_the_log():
+    told = "arguments stay free: a\n2026-01-01 INFO specdec: \x1b[31mforged\u2028"
+    record = logging.LogRecord("specdec", logging.INFO, "", 0, told, (), None)
+    (line,) = OneLine(FORM).format(record).splitlines()
+    assert "a\\n2026" in line and "\\x1b[31m" in line
 
 
 @pytest.mark.parametrize(
