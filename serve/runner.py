@@ -55,13 +55,14 @@ class Update:
         """Whether it must not be joined with others: what it reports is of one cycle."""
         return self.report is not None or self.error is not None
 
-    def then(self, later: Update) -> Update:
-        """This one and the next of the same sequence, as one."""
-        logprobs = None
-        if later.logprobs is not None:
-            logprobs = (*(self.logprobs or ()), *later.logprobs)
-        tokens, joined = self.tokens + later.tokens, self.joined + later.joined
-        return replace(later, tokens=tokens, logprobs=logprobs, joined=joined)
+
+def joined(updates: Seqs[Update]) -> Update:
+    """Updates of one sequence, one after the other, as one."""
+    tokens = tuple(token for update in updates for token in update.tokens)
+    logprobs = None
+    if updates[-1].logprobs is not None:
+        logprobs = tuple(each for update in updates for each in update.logprobs or ())
+    return replace(updates[-1], tokens=tokens, logprobs=logprobs, joined=len(updates))
 
 
 @dataclass(frozen=True)

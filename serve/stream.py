@@ -250,6 +250,7 @@ class ChoiceText:
         self._sent = 0  # characters of content
         self._stopped_by: str | None = None
         self._ready: list[Part] = []
+        self._content: list[str] = []  # the last of what is ready, if that is content
         self._waiting: list[TokenText] = []  # tokens; their text is not sent yet
 
     def feed(self, update: Update) -> Piece:
@@ -266,7 +267,6 @@ class ChoiceText:
             if self._take(self.output.feed(token)):
                 return self._piece("stop")
         if update.finish is None:
-            self._send(len(self._held) - held_back(self._held, self._stops))
             return self._piece(None)
         thinks = self.output.in_reasoning
         if self._take(self.output.finish(complete=update.finish == "stop")):
@@ -287,7 +287,11 @@ class ChoiceText:
         for part in parts:
             if not isinstance(part, Content):
                 self._send(len(self._held))
+                self._close_content()
                 self._ready.append(part)
+                continue
+            if not self._stops:
+                self._put(part.text)
                 continue
             self._held += part.text
             if (stop := self._stop_at()) is not None:
@@ -295,6 +299,7 @@ class ChoiceText:
                 self._stopped_by = self._held[at : at + length]
                 self._send(at + length if self._keep_stop else at)
                 return True
+            self._send(len(self._held) - held_back(self._held, self._stops))
         return False
 
     def _stop_at(self) -> tuple[int, int] | None:
@@ -304,13 +309,22 @@ class ChoiceText:
 
     def _send(self, count: int) -> None:
         text, self._held = self._held[:count], self._held[count:]
+        self._put(text)
+
+    def _put(self, text: str) -> None:
         self._sent += len(text)
         if text:
-            self._ready.append(Content(text))
+            self._content.append(text)
+
+    def _close_content(self) -> None:
+        if self._content:
+            self._ready.append(Content("".join(self._content)))
+            self._content = []
 
     def _piece(self, finish: ChoiceFinish | None, all_tokens: bool = False) -> Piece:
         if finish == "stop" and self.output.calls:
             finish = "tool_calls"
+        self._close_content()
         parts, self._ready = tuple(self._ready), []
         outside = (
             all_tokens
@@ -327,10 +341,16 @@ class ChoiceText:
 
 def held_back(text: str, stops: Seqs[str]) -> int:
     """Length of the longest suffix of `text` that may still grow into one of `stops`."""
-    longest = max(map(len, stops), default=1) - 1
-    for start in range(max(0, len(text) - longest), len(text)):
-        if any(stop.startswith(text[start:]) for stop in stops):
-            return len(text) - start
+    return max((_begun(text, stop) for stop in stops), default=0)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that `stop` begins with, but for all of it."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
     return 0
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from drafters.none.host import NoDrafter
-from serve.generation import _joined
-from serve.runner import EngineRunner, Mailbox, Update
+from serve.cycle_reports import Speculating
+from serve.generation import AT_ONCE, Context, _goes_on, begin
+from serve.metrics import Metrics
+from serve.runner import EngineRunner, Mailbox, Update, joined
+from serve.schema import CompletionRequest, parse
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.pictures import Picture, PlacedPicture, place_ids
 from specdec.core.types import Sequence, TokenLogprob
 from tests.support.fakes import FakeTarget
+from tests.support.serving import TOKENIZER, ServedTarget
 
 FIRST = Update(0, (1, 2), drafted=4, cycles=1, emitted=2)
 SECOND = Update(0, (3,), drafted=8, cycles=2, emitted=3)
@@ -59,24 +64,56 @@ def test_a_reader_that_leaves_early_leaves_no_task_to_the_event_loop():
 def test_updates_of_a_choice_become_one_with_the_later_ones_counts():
     told = [TokenLogprob(0.5, (), 0, b"") for _ in range(3)]
     first, second = replace(FIRST, logprobs=tuple(told[:2])), replace(SECOND, logprobs=(told[2],))
-    joined = _joined(first, replace(second, finish="stop"))
-    assert joined is not None
-    assert (joined.tokens, joined.logprobs) == ((1, 2, 3), tuple(told))
-    assert (joined.drafted, joined.cycles, joined.emitted, joined.finish) == (8, 2, 3, "stop")
+    one = joined([first, replace(second, finish="stop")])
+    assert (one.tokens, one.logprobs, one.joined) == ((1, 2, 3), tuple(told), 2)
+    assert (one.drafted, one.cycles, one.emitted, one.finish) == (8, 2, 3, "stop")
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("run", "after"),
     [
-        (None, FIRST),
-        (FIRST, None),
-        (FIRST, replace(SECOND, index=1)),
-        (replace(FIRST, finish="length"), SECOND),
-        (FIRST, replace(SECOND, error="broken", finish="error")),
+        ([replace(FIRST, cycles=0)], SECOND),
+        ([FIRST], replace(SECOND, index=1)),
+        ([replace(FIRST, finish="length")], SECOND),
+        ([FIRST], replace(SECOND, error="broken", finish="error")),
+        ([FIRST] * AT_ONCE, SECOND),
     ],
 )
-def test_what_stays_apart(before, after):
-    assert _joined(before, after) is None
+def test_what_stays_apart(run, after):
+    assert not _goes_on(run, after) and _goes_on([FIRST], SECOND)
+
+
+def test_a_client_that_reads_late_leaves_the_event_loop_to_others():
+    """It paused; what has come meanwhile is sent in parts, between which others go on."""
+
+    async def run() -> tuple[int, int, int]:
+        turns, target = 0, ServedTarget(slots=1, max_len=1200)
+        runner = EngineRunner(Engine(target, NoDrafter(), host_cycle(target, NoDrafter(), 0)))
+        runner.start()
+        plain = Speculating(None, 0)
+        context = Context(runner, TOKENIZER, Metrics(runner, "fake", plain), "fake", plain)
+        body = {"prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stop": ["never comes"]}
+        request = parse(CompletionRequest, json.dumps(body).encode())
+        generation = await begin(context, request, "late")
+        (seq,) = generation.plan.choices
+        while seq.finish is None:
+            await asyncio.sleep(0.01)
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(others())
+        pieces = [piece async for piece in generation.pieces()]
+        beside.cancel()
+        await asyncio.to_thread(runner.close)
+        return generation.usage.completion_tokens, len(pieces), turns
+
+    tokens, pieces, turns = asyncio.run(run())
+    assert tokens == 1000 and pieces < 1000 // 8
+    assert turns >= 1000 // AT_ONCE
 
 
 def test_an_ended_sequence_holds_no_picture():
