@@ -195,14 +195,20 @@ class Generation:
         behind the engine gets more tokens at once, which is quicker. Not a choice's first, which
         prefill chose: it comes in one step with the next one."""
         came: list[list[Update] | None] = []
+        run: list[Update] = []  # that may go on
+        silent = self._silent.copy()
         for update in await self._ticket.updates.take():
             if update is None:
                 came.append(None)
-            elif came and (run := came[-1]) and _goes_on(run, update):
+                run = []
+            elif run and _goes_on(run, update):
                 run.append(update)
             else:
-                came.append([update])
-        return [run and joined(run) for run in came]
+                own = [update]
+                came.append(own)
+                run = [] if update.index in silent else own
+                silent.discard(update.index)
+        return [each and joined(each) for each in came]
 
     def _taken(self, update: Update, pings: Pings) -> Piece | None:
         """What an update adds to a choice; None if it is of a prompt's log-probabilities."""
@@ -333,7 +339,7 @@ class Generation:
 def _goes_on(run: list[Update], update: Update) -> bool:
     """Whether an update is joined with those before it."""
     last = run[-1]
-    ended = last.cycles == 0 or last.finish is not None or len(run) == AT_ONCE
+    ended = last.finish is not None or len(run) == AT_ONCE
     alone = last.stands_alone or update.stands_alone
     return update.index == last.index and not ended and not alone
 

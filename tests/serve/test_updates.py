@@ -72,7 +72,6 @@ def test_updates_of_a_choice_become_one_with_the_later_ones_counts():
 @pytest.mark.parametrize(
     ("run", "after"),
     [
-        ([replace(FIRST, cycles=0)], SECOND),
         ([FIRST], replace(SECOND, index=1)),
         ([replace(FIRST, finish="length")], SECOND),
         ([FIRST], replace(SECOND, error="broken", finish="error")),
