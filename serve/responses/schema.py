@@ -86,8 +86,21 @@ class FunctionOutputItem(BaseModel):
     model_config = STRICT
 
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: str | None = None
     output: Content
+
+
+AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
+Tools = Annotated[list[AnyTool], BeforeValidator(functions_and_namespaces)]
+
+
+class ToolsItem(BaseModel):
+    """Tools that came later in a conversation; the model gets them with the request's own."""
+
+    model_config = STRICT
+
+    type: Literal["additional_tools"]
+    tools: Tools
 
 
 class ThoughtPart(BaseModel):
@@ -120,6 +133,7 @@ def _typed(item: Any) -> Any:
 
 
 KNOWN = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+KNOWN += ("additional_tools",)
 
 
 def _kind(item: Any) -> str | None:
@@ -136,6 +150,7 @@ Item = Annotated[
         | Annotated[FunctionCallItem, Tag("function_call")]
         | Annotated[FunctionOutputItem, Tag("function_call_output")]
         | Annotated[ReasoningItem, Tag("reasoning")]
+        | Annotated[ToolsItem, Tag("additional_tools")]
         | Annotated[ForeignItem, Tag("foreign")],
         Discriminator(
             _kind,
@@ -184,15 +199,12 @@ class TextConfig(Options):
     verbosity: str | None = None
 
 
-AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
-
-
 class ResponsesRequest(SamplingOverrides):
     model: str | None = None
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[AnyTool] | None, BeforeValidator(functions_and_namespaces)] = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -221,7 +233,8 @@ class ResponsesRequest(SamplingOverrides):
 
     @cached_property
     def names(self) -> Names:
-        return Names(self.tools or ())
+        later = [tool for item in self.input if isinstance(item, ToolsItem) for tool in item.tools]
+        return Names([*(self.tools or ()), *later])
 
     @property
     def shows_thoughts(self) -> bool:

@@ -20,12 +20,14 @@ from serve.responses.schema import (
     MessageItem,
     ReasoningItem,
     ResponsesRequest,
+    ToolsItem,
 )
 from serve.responses.thoughts import opened
 from serve.schema import translated
 
 log = logging.getLogger("specdec.serve")
 
+ROLES = ("user", "assistant", "system", "developer")
 CHOICES = {
     "function": ("type", "name", "namespace"),
     "namespace": ("type", "name"),
@@ -66,10 +68,13 @@ def _of_items(items: Seqs[Item], names: Names) -> Iterator[dict[str, Any]]:
     become one message."""
     turn: dict[str, Any] = {}
     for item in map(_readable, items):
+        if isinstance(item, ToolsItem):
+            continue
         if isinstance(item, FunctionOutputItem):
             yield from _ended(turn)
             turn = {}
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output or ""}
+            call = item.call_id or ""
+            yield {"role": "tool", "tool_call_id": call, "content": item.output or ""}
         elif isinstance(item, MessageItem) and item.role != "assistant":
             yield from _ended(turn)
             turn = {}
@@ -83,11 +88,13 @@ def _of_items(items: Seqs[Item], names: Names) -> Iterator[dict[str, Any]]:
 
 
 def _readable(item: Item) -> Item:
-    """Replace a foreign item by a message with its text: results of tools are of role `user`, all
-    others of role `assistant`."""
+    """Replace a foreign item by a message with its text, of its own role if it has one: else
+    results of tools are of role `user`, all others of role `assistant`."""
     if not isinstance(item, ForeignItem):
         return item
-    role = "user" if item.type.endswith("_output") else "assistant"
+    role = (item.model_extra or {}).get("role")
+    if role not in ROLES:
+        role = "user" if item.type.endswith("_output") else "assistant"
     return MessageItem(type="message", role=role, content=line_of(item.model_dump()))
 
 

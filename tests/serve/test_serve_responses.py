@@ -213,6 +213,22 @@ def test_an_agent_sends_back_what_it_got(template):
     assert last.output_text == "It is 5." and last.status == "completed"
 
 
+def test_tools_that_come_later_are_offered_too():
+    own = {"type": "function", "name": "first"}
+    later = {"type": "additional_tools", "role": "developer", "tools": [TOOL, {"type": "custom"}]}
+    given = [{"role": "user", "content": "a"}, later, {"role": "user", "content": "b"}]
+    chat = chat_of(parse(ResponsesRequest, json.dumps({"input": given, "tools": [own]}).encode()))
+    assert [tool.function.name for tool in chat.tools or ()] == ["first", TOOL["name"]]
+    assert [message.role for message in chat.messages] == ["user", "user"]
+
+
+def test_a_newer_items_own_role_is_kept():
+    given = [{"type": "newer", "role": "developer", "note": "Be brief."}]
+    wire = {"input": [*given, {"role": "user", "content": "b"}]}
+    chat = chat_of(parse(ResponsesRequest, json.dumps(wire).encode()))
+    assert chat.messages[0].role in ("system", "developer")
+
+
 def test_thoughts_in_a_row_are_one():
     thoughts = [
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
