@@ -85,7 +85,7 @@ async def answer(
 def _sender(request: Request) -> Sender:
     caller = request.state.caller
     host = request.client.host if request.client else ""
-    return Sender(caller, f"{caller} {host}", request.state.size)
+    return Sender(caller, f"{caller} {host}", request.state.size, request.state.arrived)
 
 
 def _note(request: Request, begun: asyncio.Task[Generation]) -> None:
