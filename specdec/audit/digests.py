@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from specdec.core.kept import kept_folder
 from targets.shards import shard_names
 
-KEPT = Path.home() / ".cache" / "specdec" / "digests"
+KEPT = kept_folder("digests")
 """Where digests are kept, a file for each checkpoint folder."""
 BESIDE = ("config.json", "hf_quant_config.json")
 """Files that say how weights are read."""
