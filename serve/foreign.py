@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
@@ -21,8 +22,13 @@ BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 """Block types of Anthropic's API that its own schema handles."""
 UNTOLD = ("type", "id", "status", "cache_control", "signature", "encrypted_content")
 """Fields left out of the text: they mean nothing to a model."""
-LONGEST_WORD = 500
-"""Characters; a string with a longer word is taken for data, not text."""
+DATA = re.compile(
+    r"data:(?=[\w;])(?:[\w.+-]+/[\w.+-]+)?(?:;[\w.+=-]+)*,[\w.~!$&*%+/=-]*"
+    r"|(?<![\w+/=-])[\w+/=-]{501,}",
+    re.ASCII,
+)
+"""Data in a text: a data URL, or more letters of base64 in a row than a text has. Languages without
+blanks have none of them, and lines of CSV or code have other signs between."""
 DEEPEST = 12
 
 
@@ -93,8 +99,8 @@ def _is_result(part: Any) -> bool:
 
 
 def _shown(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, str) and _is_data(value):
-        return f"({len(value)} characters of data)"
+    if isinstance(value, str):
+        return DATA.sub(lambda run: f"({len(run[0])} characters of data)", value)
     if isinstance(value, (dict, list)) and depth >= DEEPEST:
         return "(more)"
     if isinstance(value, dict):
@@ -102,9 +108,3 @@ def _shown(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [_shown(inner, depth + 1) for inner in value]
     return value
-
-
-def _is_data(text: str) -> bool:
-    if text.startswith("data:"):
-        return True
-    return len(text) > LONGEST_WORD and max(map(len, text.split()), default=0) > LONGEST_WORD

@@ -17,6 +17,9 @@ from serve.content import PARTS, Content, Mixed, SentPicture
 from serve.foreign import is_foreign_call, line_of
 from targets.chat_history import read_arguments
 
+MOST_CALLS = 512
+"""Tool calls that one message may have. Templates look for each result among all of them."""
+
 
 class Called(BaseModel):
     """The function of a tool call."""
@@ -73,7 +76,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Content, Field(validate_default=True)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

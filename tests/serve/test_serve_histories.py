@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
 
 from serve.errors import ApiError
+from serve.foreign import line_of
 from specdec.core.errors import UserError
 from targets.tokenizer import Tokenizer
 from tests.support.chats import chat_of_body, prompt_of
@@ -155,6 +157,51 @@ def test_what_cannot_be_read_is_a_line_of_text_in_results(api, part, tokenizer):
     arguments: Any = {} if api == "messages" else "{}"
     text = prompt(api, tokenizer, USER, *called(api, arguments, [plain, part]))
     assert "R1" in text and part["type"] in text and PNG not in text
+
+
+LONG_TEXTS = [
+    "東京は日本の首都である。" * 60,
+    "도쿄는일본의수도이다" * 60,
+    "กรุงเทพมหานครเป็นเมืองหลวง" * 40,
+    ",".join(f"{i},error{i}" for i in range(300)),
+    "var a=function(b){return b.c};" * 60,
+    json.dumps({f"key{i}": i for i in range(300)}, separators=(",", ":")),
+    "data: 3 errors, " * 60,
+    "https://example.org/" + "a/b.c?" * 200,
+]
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS, ids=lambda text: text[:9])
+def test_a_long_text_without_blanks_is_no_data(text, tokenizer):
+    found = {"type": "search_result", "title": "x", "content": [{"type": "text", "text": text}]}
+    line = line_of(found)
+    assert json.dumps(text, ensure_ascii=False) in line and "of data" not in line
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": text}
+    assert text.replace('"', r"\"") in prompt("responses", tokenizer, USER, output, USER)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"3 errors in {PNG}, 2 warnings", f"3 errors in ({len(PNG)} characters of data), 2 warn"),
+        (f"首都{PNG}東京", f"首都({len(PNG)} characters of data)東京"),
+        (f"see {PICTURE} and {PICTURE}.", f"see ({len(PICTURE)} characters of data) and ("),
+        (f"![{PICTURE}](東京)", f"![({len(PICTURE)} characters of data)](東京)"),
+        ("data:image/png;base64,iVBORw0KGgo=", "(34 characters of data)"),
+        ("data:;base64,iVBORw0KGgo= below", "(25 characters of data) below"),
+        ("data:text/plain,a%20b", "(21 characters of data)"),
+        ("a-b_c/" * 84, "(504 characters of data)"),
+        ("a" * 500, "a" * 500),
+    ],
+)
+def test_of_data_the_run_alone_is_left_out(text, shown):
+    assert shown in line_of({"type": "made_up", "of": text})
+
+
+def test_runs_are_found_in_one_pass():
+    began = time.process_time()
+    line_of({"type": "made_up", "of": ("a" * 499 + ".") * 8000 + "data:" * 10**5})
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("api", FORMS)
