@@ -106,8 +106,9 @@ class Server:
 
     def _idle(self, seconds: float, hurried: Callable[[float], bool] = _patient) -> bool:
         """Wait up to `seconds` until no request is in flight; returns whether none is."""
-        for _ in range(round(seconds / TICK)):
-            if not self._loading_app.in_flight or hurried(TICK):
+        ends = time.monotonic() + seconds  # which may be infinite
+        while self._loading_app.in_flight and time.monotonic() < ends:
+            if hurried(TICK):
                 break
         return not self._loading_app.in_flight
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -73,8 +74,8 @@ def serve(
         The model's name in the API; by default its folder's. Of several names the first one is
         that of metrics, and requests may use any.
     drain_seconds
-        How long running requests may go on after SIGTERM or Ctrl-C, while new ones get 503.
-        A second signal ends them at once.
+        How long running requests may go on after SIGTERM or Ctrl-C, while new ones get 503; inf:
+        until they end. A second signal ends them at once.
     log_level
         Level of the log on stderr. info: a line for each request, with its X-Request-Id and
         token counts; debug: health checks too; warning: only problems.
@@ -131,7 +132,7 @@ class _Door:
 
 
 def _check_at_least_zero(name: str, value: float) -> None:
-    if value < 0:
+    if not value >= 0:  # nor nan
         raise UserError(f"{name} must be 0 or more, got {value}")
 
 
@@ -225,7 +226,8 @@ def _until_ended(
         assert server.alive, "the web server's thread has ended"
         if lifecycle.status == "failed":
             _end_failed(server, lifecycle)
-    console.print(f"draining: running requests have {drain_seconds:g} s to end", markup=False)
+    time = f"have {drain_seconds:g} s to" if drain_seconds < math.inf else "may"
+    console.print(f"draining: running requests {time} end", markup=False)
     if not server.drain(drain_seconds, lambda seconds: signals.take(seconds) is not None):
         console.print("the engine does not end: giving it up", markup=False)
         sys.stdout.flush()

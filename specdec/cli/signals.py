@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
+from specdec.core.first_process import end_by_default
+
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -32,7 +34,7 @@ class Signals:
         self._left -= 1
         if not self._left:
             for one in ENDING:
-                signal.signal(one, signal.SIG_DFL)
+                end_by_default(one)
         self._came.put(number)
 
 

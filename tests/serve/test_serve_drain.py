@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ import openai
 import pytest
 
 from tests.support import cheap
-from tests.support.commands import wait_until_ready
+from tests.support.commands import refused, wait_until_ready
 from tests.support.serving import LONG, MODEL, ServedTarget, Server, plain_text, serving
 
 COUNT = 4
@@ -86,7 +87,7 @@ def hurry(seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("seconds", "hurried"), [(0.2, patient), (60, hurry)])
+@pytest.mark.parametrize(("seconds", "hurried"), [(0.2, patient), (60, hurry), (math.inf, hurry)])
 def test_what_does_not_end_in_time_is_told(seconds, hurried):
     with serving(ServedTarget(slots=2, pause=0.02, max_len=6000)) as server:
         with ThreadPoolExecutor() as pool:
@@ -100,6 +101,12 @@ def test_what_does_not_end_in_time_is_told(seconds, hurried):
         *_, error, done = stream.result().text.strip().split("\n\n")
         assert done == "data: [DONE]"
         assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1"])
+def test_a_time_that_is_none_is_refused_first(capsys, seconds):
+    line = refused(capsys, "serve", "--model", "/nowhere", "--drain-seconds", seconds)
+    assert "drain-seconds must be 0 or more" in line and seconds in line
 
 
 def test_openais_client_raises_on_the_last_event():

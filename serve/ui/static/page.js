@@ -129,6 +129,7 @@ async function exchange(path, sent, index, signal, begun = () => {}) {
   } finally {
     follow(() => turn.finish());
     if (turn.empty) conversation.replace(index, replaced);
+    if (conversation.indexOf(editing) < 0) leaveEdit(); // it was among the replaced
     save();
   }
   const calls = turn.calls.map((call) => ` Call of ${call.function.name}.`).join("");
@@ -163,11 +164,16 @@ function edit(turn) {
   $("prompt").focus();
 }
 
-/** Empty the composer. */
-function clear() {
+/** What is in the composer is a new message from now on. */
+function leaveEdit() {
   editing = null;
   conversation.mark(Infinity);
   $("editing").hidden = true;
+}
+
+/** Empty the composer. */
+function clear() {
+  leaveEdit();
   $("hint").textContent = "";
   $("prompt").value = "";
   pictures.set();
