@@ -29,6 +29,8 @@ PICTURE_THREADS = 4
 """Pictures are fetched and decoded beside the others: a large one takes a second."""
 LARGE_WAITING = 8
 """Large bodies in memory at once, the one in work included."""
+LARGE_OF_A_KEY = 6
+"""Of these, those that one API key may send at once: however slowly they come, others have room."""
 SMALL_WAITING = 1024
 MEDIUM_WAITING = 512
 """Requests of these lanes that wait or are in work: more than an engine's queue takes by default,
@@ -48,20 +50,26 @@ class Lanes:
         self._large = ThreadPoolExecutor(LARGE_THREADS, "specdec-large")
         self._pictures = ThreadPoolExecutor(PICTURE_THREADS, "specdec-pictures")
         self._admitted = 0
+        self._sending: Counter[str] = Counter()  # large bodies by API key
         self._waiting: Counter[ThreadPoolExecutor] = Counter()
 
     @contextmanager
-    def admitted(self, size: int | None) -> Iterator[None]:
-        """Around reading a body of so many bytes, None where the client did not declare them.
-        Raises ApiError 429 where too many large ones are here already."""
+    def admitted(self, size: int | None, key: str = "") -> Iterator[None]:
+        """Around reading a body of so many bytes, None where the client did not declare them. key:
+        the API key's number, where there are keys. Raises ApiError 429 where too many large ones
+        are here already."""
         large = size is None or size > MEDIUM_BYTES
         if large and self._admitted >= LARGE_WAITING:
             raise _full(f"{self._admitted} large requests")
+        if large and key and self._sending[key] >= LARGE_OF_A_KEY:
+            raise _full(f"{self._sending[key]} large requests of this API key")
         self._admitted += large
+        self._sending[key] += large
         try:
             yield
         finally:
             self._admitted -= large
+            self._sending[key] -= large
 
     async def prepare(
         self, size: int, make: Callable[P, Made], *args: P.args, **kwargs: P.kwargs

@@ -17,6 +17,7 @@ from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.grammars import PER_CALLER, GrammarQueue
 from serve.lanes import (
+    LARGE_OF_A_KEY,
     LARGE_WAITING,
     MEDIUM_BYTES,
     MEDIUM_THREADS,
@@ -320,6 +321,17 @@ def test_only_so_many_large_bodies_are_read_at_once():
     with pytest.raises(ApiError):
         asyncio.run(lanes.prepare(MEDIUM_BYTES + 1, len, ""))
     assert asyncio.run(lanes.prepare(MEDIUM_BYTES, len, "")) == 0
+
+
+def test_one_keys_uploads_leave_room_for_others():
+    lanes = Lanes()
+    held = [lanes.admitted(None, "1") for _ in range(LARGE_OF_A_KEY)]
+    for one in held:
+        one.__enter__()
+    with pytest.raises(ApiError, match="of this API key"), lanes.admitted(None, "1"):
+        pass
+    with lanes.admitted(1, "1"), lanes.admitted(None, "2"):
+        pass
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, SMALL_WAITING), (MEDIUM_BYTES, MEDIUM_WAITING)])
