@@ -214,7 +214,7 @@ class Generation:
                 came.append(own)
                 run = [] if update.index in silent else own
                 silent.discard(update.index)
-        return [each and joined(each) for each in came]
+        return [None if each is None else joined(each) for each in came]
 
     def _taken(self, update: Update, pings: Pings) -> Piece | None:
         """What an update adds to a choice; None if it is of a prompt's log-probabilities."""
