@@ -4,7 +4,12 @@ in one line where they can't be read."""
 from __future__ import annotations
 
 import base64
+import http.client
 import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import anthropic
@@ -331,6 +336,8 @@ class _Reply:
 class _Connection:
     """A connection that answers without a network."""
 
+    sock = None
+
     def __init__(self, reply: _Reply) -> None:
         self._reply, self.asked = reply, []
 
@@ -414,6 +421,30 @@ def test_what_a_host_answers_is_judged(monkeypatch, reply, words):
     fetch = picture_urls.fetcher(["pictures.example.org"], lambda *_: _Connection(reply))
     with pytest.raises(ApiError, match=words):
         fetch("https://pictures.example.org/a.png")
+
+
+def test_a_head_that_comes_byte_by_byte_is_cut(monkeypatch):
+    """It is read as a whole, and each byte comes in time."""
+    resolving(monkeypatch, "93.184.216.34")
+    monkeypatch.setattr(picture_urls, "DEADLINE", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+
+        def drip() -> None:
+            with suppress(OSError), listening.accept()[0] as client:
+                client.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+                for _ in range(100):
+                    client.sendall(b"a")
+                    time.sleep(0.05)
+                client.sendall(b"\r\nContent-Length: 1\r\n\r\na")
+
+        dripping = pool.submit(drip)
+        connection = http.client.HTTPConnection("pictures.example.org")
+        connection.sock = socket.socket()
+        connection.sock.connect(listening.getsockname())
+        fetch = picture_urls.fetcher(["pictures.example.org"], lambda *_: connection)
+        with pytest.raises(ApiError, match="did not send the picture"):
+            fetch("https://pictures.example.org/a.png")
+        dripping.result(30)
 
 
 def test_hosts_are_names():
