@@ -125,10 +125,11 @@ def _read(connect: Connect, host: str, address: str, path: str) -> bytes:
         reply = connection.getresponse()
         if reply.status != OK:
             raise _refusal(f"{host} answered {reply.status}: no redirect is followed")
-        data = bytearray()
-        while piece := reply.read1(PIECE):
+        data, piece = bytearray(), b" "
+        while piece:
+            piece = reply.read1(PIECE)
             data += piece
-            if len(data) > MOST_BYTES or time.monotonic() > ends:
+            if len(data) > MOST_BYTES or time.monotonic() > ends:  # a head that was cut is empty
                 raise _refusal(f"the picture of {host} is too large, or comes too slowly")
         return bytes(data)
     finally:
