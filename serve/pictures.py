@@ -15,7 +15,7 @@ from typing import Any
 from serve.chat_schema import ChatRequest
 from serve.content import SentPicture
 from serve.errors import ApiError
-from serve.foreign import refuse_part
+from serve.foreign import newest, refuse_part
 from serve.messages import Message
 from specdec.core.pictures import PlacedPicture
 from targets.vision.prompt import PictureFile, PicturePrompt
@@ -36,12 +36,12 @@ Fetch = Callable[[str], bytes]
 
 
 def refuse_newest(messages: Seqs[Message]) -> None:
-    """Refuse a picture in a new user message, for a model that takes none: its text may be about
-    it. Raises ApiError 400. See `foreign.check_newest`."""
-    last, before = messages[-1], messages[-2] if len(messages) > 1 else None
-    after_result = before is not None and before.role == "tool"
-    if last.role == "user" and last.pictures and not after_result:
-        refuse_part(f"{PARAM}: the newest", str(last.pictures[0].part["type"]), PARAM)
+    """Refuse a picture in a new message of the user, for a model that takes none: its text, or the
+    next one's, may be about it. messages: without an answer that was begun. Raises ApiError 400.
+    See `foreign.check_newest`."""
+    for at in newest([message.role for message in messages]):
+        for picture in messages[at].pictures:
+            refuse_part(f"{PARAM}: a new one", str(picture.part["type"]), PARAM)
 
 
 def files_of(request: ChatRequest, vision: VisionSpec, fetch: Fetch | None) -> list[PictureFile]:

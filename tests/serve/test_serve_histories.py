@@ -214,6 +214,47 @@ def test_a_picture_in_the_newest_message_is_refused_by_name(api):
     assert refused.value.status == 400 and part["type"] in refused.value.message
 
 
+def user_with(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+BRIEF = {"role": "system", "content": "Be brief"}
+SAID = {"role": "assistant", "content": "Yes"}
+BEHIND: list[list[dict[str, Any]]] = [[BRIEF], [USER], [USER, BRIEF, USER], [BRIEF, BRIEF]]
+
+
+@pytest.mark.parametrize("behind", BEHIND, ids=lambda behind: "-".join(m["role"] for m in behind))
+@pytest.mark.parametrize("before", [[], [USER], [USER, SAID], [USER, SAID, USER, BRIEF]])
+@pytest.mark.parametrize(("api", "part"), [(api, part) for api in FORMS for part in PARTS[api]])
+def test_what_cannot_be_read_is_refused_in_all_new_messages(api, part, before, behind):
+    """Those behind the model's last one: clients send a picture and its question as two, or append
+    a reminder."""
+    messages = [*before, user_with(part), *behind]
+    with pytest.raises(ApiError) as refused:
+        prompt_of(api, body_of(api, *messages), tokenizer_with("mini"))
+    assert refused.value.status == 400 and repr(part["type"]) in refused.value.message
+
+
+@pytest.mark.parametrize("api", FORMS)
+def test_new_messages_begin_behind_a_tools_result(api, tokenizer):
+    """What stands directly behind it was attached by the agent, what follows is the user's own."""
+    part, (call, result) = PARTS[api][-1], called(api, {} if api == "messages" else "{}", "R1")
+    attached = [USER, call, result, user_with(part)]
+    for behind in ([], [BRIEF], [USER], [BRIEF, USER]):
+        text = prompt(api, tokenizer, *attached, *behind)
+        assert "R1" in text and "tomorrow" in text
+    assert "tomorrow" in prompt(api, tokenizer, USER, call, result, BRIEF, user_with(part))
+    with pytest.raises(ApiError, match="made_up"):
+        prompt(api, tokenizer, *attached, user_with(part))
+
+
+@pytest.mark.parametrize("part", PARTS["messages"], ids=lambda part: part["type"])
+def test_a_part_before_an_answer_that_was_begun_is_refused(part):
+    body = body_of("messages", user_with(part), SAID)
+    with pytest.raises(ApiError, match=repr(part["type"])):
+        prompt_of("messages", body, tokenizer_with("mini"))
+
+
 @pytest.mark.parametrize("api", FORMS)
 def test_a_picture_that_a_tool_shows_is_not_refused(api, tokenizer):
     """Agents send it as the user's message behind the result, and again with every later turn."""
