@@ -59,7 +59,7 @@ def files_of(request: ChatRequest, vision: VisionSpec, fetch: Fetch | None) -> l
         raise _refusal(f"the request has {len(sent)} pictures: at most {MOST_PICTURES} are taken")
     if sent:
         _refuse_beside(request)
-    return [_file(picture, vision, fetch) for picture in sent]
+    return [file_of(picture, vision, fetch) for picture in sent]
 
 
 def _refuse_beside(request: ChatRequest) -> None:
@@ -75,7 +75,8 @@ def _refuse_beside(request: ChatRequest) -> None:
             raise ApiError(400, f"{name} can't go with pictures: leave it out", param=name)
 
 
-def _file(picture: SentPicture, vision: VisionSpec, fetch: Fetch | None) -> PictureFile:
+def file_of(picture: SentPicture, vision: VisionSpec, fetch: Fetch | None) -> PictureFile:
+    """See `files_of`."""
     url, detail = _source(picture.part)
     if detail not in DETAILS:
         raise _refusal(f"a picture's detail must be auto, low or high, got {str(detail)[:40]!r}")
