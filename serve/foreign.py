@@ -17,7 +17,7 @@ READABLE = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image_url", "input_image", "image")
 """Types of pictures, by OpenAI's two APIs and Anthropic's. Models that take none get a line."""
 HEARD = ("input_audio", "audio_url", "audio", "input_video", "video_url", "video")
-"""Types of what Gemma 4 could hear or watch."""
+"""Types of sounds and videos."""
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 """Block types of Anthropic's API that its own schema handles."""
 UNTOLD = ("type", "id", "status", "cache_control", "signature", "encrypted_content")

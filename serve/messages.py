@@ -73,7 +73,7 @@ def _of_other_kinds(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_refusal(message: dict[str, Any]) -> dict[str, Any]:
-    """Put what a model refused with behind its text: it said nothing else."""
+    """Put the words of a refusal behind the text: the content may be empty beside them."""
     said, content = message.get("refusal"), message.get("content") or []
     if message.get("role") != "assistant" or not isinstance(said, str) or not said:
         return message

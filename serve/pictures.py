@@ -63,7 +63,7 @@ def files_of(request: ChatRequest, vision: VisionSpec, fetch: Fetch | None) -> l
 
 
 def _refuse_beside(request: ChatRequest) -> None:
-    """What can't be said of prompts with pictures. Raises ApiError 400."""
+    """Refuse options that prompts with pictures can't have. Raises ApiError 400."""
     wishes = {
         "echo": request.echo,
         "prompt_logprobs": request.prompt_logprobs is not None,

@@ -13,7 +13,7 @@ from targets.vision.prompt import PictureFile, PicturePrompt, with_pictures
 from targets.vision.spec import VisionSpec
 
 ROLES = ("user", "tool")
-"""Who shows pictures."""
+"""Roles whose messages may hold pictures."""
 TEXTS = (None, "text", "input_text", "output_text")
 """Types of parts with a text; the door's own have none."""
 
