@@ -78,8 +78,8 @@ def chat_prompt(
 
 def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> list[int]:
     """`chat_prompt` for a model that takes no pictures: there are lines of text for them, but in
-    the newest message they are refused."""
-    refuse_newest(request.messages)
+    the user's new messages they are refused."""
+    refuse_newest(request.messages[:-1] if request.continue_final_message else request.messages)
 
     def rendered(messages: list[Any], goes_on: bool, **values: Any) -> tuple[list[str], list[int]]:
         return tokenizer.chat_pieces(messages, goes_on, **values), []

@@ -50,13 +50,13 @@ class TooManySteps(RenderedTooLong):
 
 
 class Abandoned(Exception):
-    """Nobody waits for the chat's text any more: rendering stopped."""
+    """The chat's text is not needed any more: rendering stopped."""
 
 
 @contextmanager
 def abandoned_when(asked: Callable[[], bool]) -> Iterator[None]:
-    """Within this block rendering raises Abandoned soon after `asked` says so: another thread may
-    have been told that the client left."""
+    """Within this block rendering raises Abandoned soon after `asked` returns True, as when another
+    thread has noticed that the client left."""
     token = _given_up.set(asked)
     try:
         yield

@@ -214,6 +214,47 @@ def test_a_picture_in_the_newest_message_is_refused_by_name(api):
     assert refused.value.status == 400 and part["type"] in refused.value.message
 
 
+def user_with(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+BRIEF = {"role": "system", "content": "Be brief"}
+SAID = {"role": "assistant", "content": "Yes"}
+BEHIND: list[list[dict[str, Any]]] = [[BRIEF], [USER], [USER, BRIEF, USER], [BRIEF, BRIEF]]
+
+
+@pytest.mark.parametrize("behind", BEHIND, ids=lambda behind: "-".join(m["role"] for m in behind))
+@pytest.mark.parametrize("before", [[], [USER], [USER, SAID], [USER, SAID, USER, BRIEF]])
+@pytest.mark.parametrize(("api", "part"), [(api, part) for api in FORMS for part in PARTS[api]])
+def test_what_cannot_be_read_is_refused_in_all_new_messages(api, part, before, behind):
+    """Those behind the model's last one: clients send a picture and its question as two, or append
+    a reminder."""
+    messages = [*before, user_with(part), *behind]
+    with pytest.raises(ApiError) as refused:
+        prompt_of(api, body_of(api, *messages), tokenizer_with("mini"))
+    assert refused.value.status == 400 and repr(part["type"]) in refused.value.message
+
+
+@pytest.mark.parametrize("api", FORMS)
+def test_new_messages_begin_behind_a_tools_result(api, tokenizer):
+    """What stands directly behind it was attached by the agent, what follows is the user's own."""
+    part, (call, result) = PARTS[api][-1], called(api, {} if api == "messages" else "{}", "R1")
+    attached = [USER, call, result, user_with(part)]
+    for behind in ([], [BRIEF], [USER], [BRIEF, USER]):
+        text = prompt(api, tokenizer, *attached, *behind)
+        assert "R1" in text and "tomorrow" in text
+    assert "tomorrow" in prompt(api, tokenizer, USER, call, result, BRIEF, user_with(part))
+    with pytest.raises(ApiError, match="made_up"):
+        prompt(api, tokenizer, *attached, user_with(part))
+
+
+@pytest.mark.parametrize("part", PARTS["messages"], ids=lambda part: part["type"])
+def test_a_part_before_an_answer_that_was_begun_is_refused(part):
+    body = body_of("messages", user_with(part), SAID)
+    with pytest.raises(ApiError, match=repr(part["type"])):
+        prompt_of("messages", body, tokenizer_with("mini"))
+
+
 @pytest.mark.parametrize("api", FORMS)
 def test_a_picture_that_a_tool_shows_is_not_refused(api, tokenizer):
     """Agents send it as the user's message behind the result, and again with every later turn."""
@@ -223,6 +264,77 @@ def test_a_picture_that_a_tool_shows_is_not_refused(api, tokenizer):
         shown, result = {"role": "user", "content": [*result["content"], part]}, USER
     text = prompt(api, tokenizer, USER, call, *([] if api == "messages" else [result]), shown)
     assert "R1" in text and part["type"] in text
+
+
+NO = "I can't help with that."
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {"role": "assistant", "content": None, "refusal": NO}),
+    ("chat", {"role": "assistant", "refusal": NO}),
+    ("chat", {"role": "assistant", "content": "", "refusal": NO, "tool_calls": None}),
+    ("chat", {"role": "assistant", "content": [{"type": "refusal", "refusal": NO}]}),
+    ("responses", {"role": "assistant", "content": [{"type": "refusal", "refusal": NO}]}),
+]
+
+
+@pytest.mark.parametrize(("api", "said"), REFUSED)
+def test_what_the_model_refused_with_is_kept(api, said, tokenizer):
+    text = prompt(api, tokenizer, USER, said, USER)
+    assert text.count(NO) == 1 and "refusal" not in text
+
+
+def test_a_refusal_follows_the_text_that_was_said_before_it(tokenizer):
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": NO}]
+    for said in ({"content": "Well.", "refusal": NO}, {"content": parts}):
+        assert f"Well.\n{NO}" in prompt(
+            "chat", tokenizer, USER, {"role": "assistant", **said}, USER
+        )
+    both = {"role": "assistant", "content": parts, "refusal": NO}
+    assert prompt("chat", tokenizer, USER, both, USER).count(NO) == 1
+
+
+def test_a_refusal_is_the_models_alone(tokenizer):
+    assert NO not in prompt("chat", tokenizer, {**USER, "refusal": NO})
+    silent = {"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}
+    assert prompt("chat", tokenizer, USER, silent, USER)
+    assert prompt(
+        "chat", tokenizer, USER, {"role": "assistant", "content": "Yes", "refusal": 5}, USER
+    )
+
+
+THOUGHT = {"type": "thinking", "thinking": "I weigh.", "signature": "c2VjcmV0"}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [THOUGHT, {"type": "text", "text": "Yes."}],
+        [{"type": "redacted_thinking", "data": PNG}, THOUGHT, {"type": "text", "text": "Yes."}],
+        [THOUGHT],
+    ],
+)
+def test_parts_with_thoughts_are_thoughts(parts, tokenizer):
+    """As blocks of Anthropic's API are: the same prompt."""
+    said = {"role": "assistant", "content": parts}
+    request = chat_of_body("chat", body_of("chat", USER, said, USER))
+    assert request.messages[1].reasoning_content == "I weigh."
+    assert prompt("chat", tokenizer, USER, said, USER) == prompt(
+        "messages", tokenizer, USER, said, USER
+    )
+    call, result = called("chat", "{}", "R1")
+    thought = called("chat", "{}", "R1")[0] | {"content": parts}
+    same = call | {"content": [p for p in parts if p["type"] == "text"]}
+    same["reasoning_content"] = "I weigh."
+    text = prompt("chat", tokenizer, USER, thought, result)
+    assert text == prompt("chat", tokenizer, USER, same, result) and "secret" not in text
+
+
+def test_thoughts_in_parts_come_behind_those_beside_them(tokenizer):
+    said = {"role": "assistant", "content": [THOUGHT, THOUGHT], "reasoning_content": "First."}
+    (_, message, _) = chat_of_body("chat", body_of("chat", USER, said, USER)).messages
+    assert message.reasoning_content == "First.\nI weigh.\nI weigh." and not message.text
+    again = {"role": "assistant", "content": [THOUGHT], "reasoning_content": "I weigh."}
+    (_, message, _) = chat_of_body("chat", body_of("chat", USER, again, USER)).messages
+    assert message.reasoning_content == "I weigh."
 
 
 @pytest.mark.parametrize("item", FOREIGN_ITEMS, ids=lambda item: item["type"])

@@ -482,7 +482,16 @@ def test_the_python_door_reads_paths_and_bytes(folder, sight, tmp_path):
         )
         for image in (ONE, str(file), file)
     ]
+    urls = [
+        {"type": "image_url", "image_url": URL},
+        {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}},
+        {"type": "input_image", "image_url": URL},
+        block(ONE),
+        {"type": "image", "image": ONE},
+    ]
+    found += [door_prompt(asked(part), tokenizer, vision) for part in urls]
     over_http = prompt_of(folder, sight, asked({"type": "image_url", "image_url": URL}))
+    assert {prompt.files[0].file.data for prompt in found} == {ONE}
     assert {tuple(prompt.ids) for prompt in found} == {tuple(over_http.ids)}
     plain = door_prompt([{"role": "user", "content": ASK}], tokenizer, vision)
     assert not plain.files and plain.ids == tokenizer.encode_chat(asked())
@@ -496,6 +505,12 @@ def test_the_python_door_reads_paths_and_bytes(folder, sight, tmp_path):
         ([{"role": "user", "content": [{"image": b"7"}]}], vision, "PNG, JPEG"),
         ([{"role": "system", "content": [{"image": ONE}]}], vision, "users and tools"),
         ([{"role": "user", "content": [{"image": ONE}]}], None, "takes no pictures"),
+        (asked({"type": "image_url", "image_url": URL}), None, "takes no pictures"),
+        (asked({"type": "image_url", "image_url": "https://a.org/b"}), vision, "fetches none"),
+        (asked({"type": "image_url", "image_url": {"file": 1}}), vision, "no file ids"),
+        (asked({"type": "image_url", "image_url": "data:image/png,x"}), vision, ";base64"),
+        (asked({"type": "image_url", "image_url": URL, "detail": "best"}), vision, "auto, low"),
+        (asked({"type": "input_audio"}), vision, "a part is a text"),
     ]
     for messages, own, words in refusals:
         with pytest.raises(UserError, match=words):
