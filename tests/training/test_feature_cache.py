@@ -159,11 +159,17 @@ def test_a_disk_without_room_is_one_line(tmp_path, monkeypatch) -> None:
         patch.setattr(feature_cache, "save_file", full)
         with pytest.raises(UserError, match="No space left .*make room and repeat"):
             cache.build(spoken, 4)
-    assert len(shards(tmp_path)) == 1 and not (tmp_path / "partial.safetensors").exists()
+    assert len(shards(tmp_path)) == 1 and len(list(tmp_path.iterdir())) == 2  # and cache.json
     cache.build(spoken, 4)
     (tmp_path / "shard-00001.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="shard-00001.safetensors is damaged"):
         cache.row(SHARD_ROWS)
+
+
+def test_whoever_may_read_the_folder_may_read_its_shards(tmp_path) -> None:
+    opened(tmp_path).build(spoken, 4)
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(shards(tmp_path)) > 1 and len(modes) == 1
 
 
 def distilled(folder) -> None:
