@@ -15,9 +15,9 @@ from specdec.assembly.model import Model
 from specdec.assembly.prefix import budget_for
 from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.errors import UserError
-from specdec.core.writing import is_in_place
 from specdec.core.pages import PagePlan
 from specdec.core.provenance import run_record
+from specdec.core.writing import is_in_place
 from targets.backend import Backend, backend_of
 
 console = Console(stderr=True, highlight=False)

@@ -63,13 +63,6 @@ def _flush(file: Path) -> None:
         os.close(number)
 
 
-def forget_unfinished(folder: Path) -> None:
-    """Remove files whose writing a kill cut off. The caller must be alone in the folder."""
-    for file in folder.glob(f"{UNFINISHED}*"):
-        if file.lstat().st_uid == os.geteuid():
-            file.unlink(missing_ok=True)
-
-
 def write_whole(file: Path, text: str) -> None:
     """Write a text `beside`, in UTF-8. Raises UserError."""
     with writing(file):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specdec.core.alone import forget_unfinished
 from specdec.core.errors import UserError
 from specdec.core.writing import UNFINISHED, write_whole
 
@@ -28,6 +29,7 @@ class Parts:
         )
         self._found = {file.stem: self._read(file) for file in whole}
         self.folder.mkdir(parents=True, exist_ok=True)
+        forget_unfinished(self.folder)
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
