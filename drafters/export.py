@@ -11,20 +11,21 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from specdec.core.errors import UserError
+from specdec.core.writing import beside
 
 
 def write_folder(
     out: Path, config: dict[str, Any], stored: dict[str, np.ndarray], what: str
 ) -> None:
-    """config.json and model.safetensors, beside and renamed, so that neither file is ever half.
+    """config.json and model.safetensors, neither of which is ever half.
     what: is written, for the UserError on a full disk."""
-    weights, description = out / "partial.safetensors", out / "partial.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        save_file(stored, weights, metadata={"format": "pt"})
-        weights.chmod(0o644)  # the library writes it for its owner only
-        description.write_text(json.dumps(config, indent=1) + "\n")
-        weights.rename(out / "model.safetensors")
-        description.rename(out / "config.json")
+        with (
+            beside(out / "config.json") as description,  # whose place it takes last
+            beside(out / "model.safetensors") as weights,
+        ):
+            save_file(stored, weights, metadata={"format": "pt"})
+            description.write_text(json.dumps(config, indent=1) + "\n")
     except (OSError, SafetensorError) as problem:
         raise UserError(f"cannot write the {what} to {out}: {problem}") from None

@@ -31,6 +31,7 @@ from specdec.assembly.model import load_model
 from specdec.audit.identity import identity_of
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
+from specdec.core.writing import write_whole
 from specdec.llm import configured
 
 ray: Any = import_module("ray")  # an extra, which need not be there where types are checked
@@ -165,6 +166,4 @@ def _tell_prometheus(folder: Path, replica: str, registry: CollectorRegistry) ->
     host = ray.util.get_node_ip_address()
     target = {"targets": [f"{host}:{server.server_port}"], "labels": {"replica": replica}}
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f"{replica}.partial"
-    beside.write_text(json.dumps([target]))
-    beside.rename(folder / f"{replica}.json")  # whole, or not there
+    write_whole(folder / f"{replica}.json", json.dumps([target]))

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from drafters.frequency import draft_vocabulary
+from specdec.core.alone import hold_alone
 from targets.arch import Arch
 from targets.jax.params import Params
 from targets.tokenizer import Tokenizer, load_tokenizer
@@ -120,6 +121,9 @@ def _claim_cache(
     layout = CacheLayout(count, length, len(teacher.layers) * hidden, hidden, teacher.dtype)
     facts = {"target": source["target"], "data": source, "layers": teacher.layers}
     cache = FeatureCache(folder, rows, layout, facts)
+    if cache.missing():  # a whole one is only read, by as many as like
+        hold_alone(folder, "--feature-cache")
+        cache = FeatureCache(folder, rows, layout, facts)  # as whoever held it left it
     missing, size = cache.check_room(), count * layout.row_bytes / 2**20
     watcher.note(f"{folder}: features of {count:,} rows, {size:,.0f} MiB, {missing:,} rows to do")
     return cache

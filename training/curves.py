@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specdec.core.writing import beside
+
 PANELS = (
     ("divergence from the target (nats)", "divergence"),
     ("held-out accuracy by draft step", "accuracy"),
@@ -19,7 +21,7 @@ def read_log(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def plot_run(run: Path) -> None:
-    """Write RUN/curve.png, beside and renamed."""
+    """Write RUN/curve.png."""
     from matplotlib.figure import Figure
 
     rows = read_log(run, "heldout")
@@ -40,5 +42,5 @@ def plot_run(run: Path) -> None:
     axes[2].legend()
     for axis in axes:
         axis.set_xlabel("training step")
-    figure.savefig(run / "partial.png", dpi=120)
-    (run / "partial.png").rename(run / "curve.png")
+    with beside(run / "curve.png") as file:
+        figure.savefig(file, dpi=120)

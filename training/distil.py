@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.types import Sampling, Sequence
-from specdec.core.writing import writing
+from specdec.core.writing import beside, writing
 from training.manifest import agree, recall
 
 if TYPE_CHECKING:  # takes seconds, with pandas: imported only to read or write answers
@@ -173,20 +173,18 @@ def _sequence(prompt: Seqs[int], row: int, sampling: Sampling, source: Source) -
 def _write_shard(
     out: Path, number: int, start: int, stop: int, finished: dict[int, Sequence]
 ) -> None:
-    """Beside and renamed: a shard exists whole or not at all. Raises UserError on a full disk."""
+    """A shard exists whole or not at all. Raises UserError on a full disk."""
     from datasets.arrow_writer import ArrowWriter
 
-    beside, shard = out / "partial.arrow", out / f"shard-{number:05d}.arrow"
-    with writing(shard, "the shards before it stand"):
-        try:
-            with ArrowWriter(features=features(), path=str(beside)) as writer:
-                for row in range(start, stop):
-                    writer.write(_record(row, finished.pop(row)))
-                writer.finalize()
-            beside.rename(shard)
-        except OSError:
-            beside.unlink(missing_ok=True)  # what it holds is room
-            raise
+    shard = out / f"shard-{number:05d}.arrow"
+    with (
+        writing(shard, "the shards before it stand"),
+        beside(shard) as file,
+        ArrowWriter(features=features(), path=str(file)) as writer,
+    ):
+        for row in range(start, stop):
+            writer.write(_record(row, finished.pop(row)))
+        writer.finalize()
 
 
 def _record(row: int, seq: Sequence) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from specdec.core.errors import UserError
 from specdec.core.version import VERSION
+from specdec.core.writing import beside
 from targets.jax.model import Hidden
 from training.manifest import agree
 from training.packing import PADDING, PackedRows
@@ -125,13 +126,10 @@ class FeatureCache:
         return Hidden(*(np.asarray(part)[: stop - start] for part in read(tokens, documents)))
 
     def _write(self, number: int, states: Hidden) -> None:
-        """Beside and renamed."""
-        beside = self.folder / "partial.safetensors"
         try:
-            save_file(states._asdict(), beside)
-            beside.rename(self._file(number))
+            with beside(self._file(number)) as file:
+                save_file(states._asdict(), file)
         except (OSError, SafetensorError) as problem:
-            beside.unlink(missing_ok=True)
             raise UserError(
                 f"--feature-cache: cannot write {self._file(number)}: {problem}; the shards "
                 "before it stand: make room and repeat the command"

@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 import tokenizers
 from rich.progress import Progress, TextColumn
 
+from specdec.core.alone import hold_alone
 from specdec.core.provenance import run_record
 from specdec.core.toml import STRICT, read_recipe_as
 from targets.arch import Arch, parse_arch, read_config
@@ -231,6 +232,8 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     arguments = parser.parse_args()
+    arguments.run.mkdir(parents=True, exist_ok=True)
+    hold_alone(arguments.run, "run")
     config = read_config_file(arguments.config)
     stream = np.load(arguments.corpus / "train.npy")
     watched = watched_windows(arguments.corpus, arguments.checkpoint, config.phases[0].length)

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from specdec.core.errors import UserError
-from specdec.core.writing import writing
+from specdec.core.writing import write_whole, writing
 from targets.jax.params import Params
 from training.data_parallel import DataParallel
 from training.heads import AnySpec, Origin, Weights, head_of, origin_of
@@ -240,9 +240,8 @@ def _forget_after(log: Path, step: int) -> None:
     lines = log.read_text().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     kept = [line for line in whole if json.loads(line)["step"] <= step]
-    beside = log.with_suffix(".partial")
-    beside.write_text("".join(kept))
-    beside.rename(log)
+    if kept != lines:
+        write_whole(log, "".join(kept))
 
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.errors import UserError
 from specdec.core.pages import PagePlan
 from specdec.core.provenance import run_record
+from specdec.core.writing import is_in_place
 from targets.backend import Backend, backend_of
 
 console = Console(stderr=True, highlight=False)
@@ -50,7 +51,8 @@ def check_file(file: Path, option: str) -> None:
         raise UserError(f"{option}: {file} is a folder: name a file")
     if file.exists() and not os.access(file, os.W_OK):
         raise UserError(f"{option}: {file} may not be written: name another file")
-    check_folder(file.parent, option)
+    if not is_in_place(file):
+        check_folder(Path(os.path.realpath(file)).parent, option)
 
 
 def command_record(command: str, model: ModelConfig, **configs: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from specdec.cli import topics
 from specdec.cli.console import check_folder, command_record, console, print_json, say_model
 from specdec.cli.progress import Bar, continues, working
 from specdec.cli.start import check_max_tokens, loaded_model
+from specdec.core.alone import hold_alone
 from specdec.core.config import ModelConfig, SamplingConfig
 from specdec.core.errors import UserError
 from targets.mini import checkpoint_path
@@ -64,6 +65,7 @@ def distil(
     sampling.sampling({})  # refuse bad values before a model is loaded
     check_max_tokens(max_tokens)
     check_folder(out)
+    hold_alone(out, "--out")
     if shard_rows < 1 or (cut is not None and cut < 2) or (limit is not None and limit < 1):
         raise UserError("--shard-rows and --limit must be 1 or more, --cut 2 or more")
     loaded = loaded_model(model, speculation)

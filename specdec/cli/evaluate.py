@@ -29,7 +29,7 @@ from specdec.core.engine import Engine
 from specdec.core.errors import UserError
 from specdec.core.policy.choice import Policy
 from specdec.core.policy.report import report
-from specdec.core.writing import write_whole
+from specdec.core.writing import beside, write_whole
 from targets.backend import meter_of
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _engine(loaded: Model, speculation: SpeculationConfig, name: str) -> Engine:
 
 
 def _save(out: Path, document: dict, evaluation: Evaluation) -> None:
-    """report.json and report.png, written beside and renamed, so that neither is ever half. Without
+    """report.json and report.png, neither of which is ever half. Without
     matplotlib there is no picture."""
     from specdec.evaluation.display import HOW, plot_evaluation
 
@@ -215,6 +215,6 @@ def _save(out: Path, document: dict, evaluation: Evaluation) -> None:
     if find_spec("matplotlib") is None:
         console.print(f"wrote {out / 'report.json'}; report.png needs matplotlib: {HOW}")
         return
-    plot_evaluation(evaluation, out / "partial.png")
-    (out / "partial.png").rename(out / "report.png")
+    with beside(out / "report.png") as file:
+        plot_evaluation(evaluation, file)
     console.print(f"wrote {out / 'report.json'} and {out / 'report.png'}")

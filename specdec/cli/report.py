@@ -20,6 +20,7 @@ from specdec.cli.console import check_folder, console, print_json, read_text
 from specdec.cli.progress import Bar
 from specdec.cli.short_help import HELP_FLAGS
 from specdec.cli.start import SHOWN
+from specdec.core.alone import hold_alone
 from specdec.core.config import ModelConfig, ReportModelConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from specdec.core.writing import write_whole
@@ -79,6 +80,7 @@ def report(
     from specdec.report import page, run
 
     check_folder(out)
+    hold_alone(out, "--out")
     request = _request(model, assistant, prompts, text, profile, random)
     restart = partial(_again, request.accelerated)
     document = run.measure(request, out, _progress(), _say, restart)

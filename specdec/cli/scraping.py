@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 from specdec.core.errors import UserError
 
 TIMEOUT = 5.0
+OPENER = build_opener(ProxyHandler({}))
+"""Of URLs without a proxy: the environment's would be asked for 127.0.0.1 too."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def read_metrics(url: str) -> Reading:
 
     where = f"{url.rstrip('/')}/metrics"
     try:
-        with urlopen(where, timeout=TIMEOUT) as reply:  # noqa: S310
+        with OPENER.open(where, timeout=TIMEOUT) as reply:
             text = reply.read().decode("utf-8", "replace")
     except (HTTPException, OSError, ValueError) as problem:
         why = getattr(problem, "reason", problem)

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from specdec.cli import topics
 from specdec.cli.console import check_folder, command_record, console, print_json
 from specdec.cli.progress import Bar, continues, working
+from specdec.core.alone import hold_alone
 from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
 from specdec.core.writing import write_whole, writing
@@ -67,6 +68,7 @@ def train(
         )
     run = asked.run
     check_folder(run, "--run")
+    hold_alone(run, "--run")
     if feature_cache is not None:
         check_folder(feature_cache, "--feature-cache")
     backend_of(model).prepare(model)

@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specdec.core.alone import forget_unfinished
 from specdec.core.errors import UserError
-from specdec.core.writing import write_whole
+from specdec.core.writing import UNFINISHED, write_whole
 
 Section = dict[str, Any]
 
 TEACHER = "teacher"
 """Name of what is kept for parity: token ids and log-probabilities of a few answers. It goes once
 parity is measured, as ids are answers."""
-CUT_OFF = "partial"
-"""Stem of a file whose writing was cut off (`core.writing`)."""
 
 
 class Parts:
@@ -25,9 +24,12 @@ class Parts:
         """key: digest of all that a section depends on. Raises UserError for a folder with sections
         of another key."""
         self.folder, self._key = out / "parts", key
-        whole = (file for file in self.folder.glob("*.json") if file.stem != CUT_OFF)
+        whole = (
+            file for file in self.folder.glob("*.json") if not file.name.startswith(UNFINISHED)
+        )
         self._found = {file.stem: self._read(file) for file in whole}
         self.folder.mkdir(parents=True, exist_ok=True)
+        forget_unfinished(self.folder)
 
     def __contains__(self, name: str) -> bool:
         return name in self._found

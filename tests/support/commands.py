@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from specdec.cli import main
+from tests.support.places import ROOT
 
 PROMPT = "def add(first, second):\n    return"
 CUDA = ["--backend", "cuda", "--device", "cpu"]
 """The CUDA target on its references, which need no GPU."""
+HOLDS = """import sys, time
+from pathlib import Path
+from specdec.core.alone import hold_alone
+hold_alone(Path(sys.argv[1]), "--run")
+print("held", flush=True)
+time.sleep(600)
+"""
 
 
 def run(capsys, *arguments) -> tuple[str, str]:
@@ -49,3 +62,16 @@ def wait_until_ready(server: subprocess.Popen[Any], url: str) -> None:
             pass
         time.sleep(0.25)
     raise AssertionError("the server never came up")
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A folder in which another process works."""
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        try:
+            yield other
+        finally:
+            other.kill()

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -17,11 +18,11 @@ import pytest
 from specdec.core.errors import UserError
 from targets import mini
 from targets.jax.model import Hidden
-from tests.support.commands import refused, run
+from tests.support.commands import held, refused, run
 from tests.support.distil_worker import source
 from tests.support.eagle3_worker import RECIPE, answers, cache_of, trainer
 from tests.support.places import ROOT
-from training import feature_cache
+from training import assemble, feature_cache
 from training.distil import claim, features, target_hash
 from training.feature_cache import CacheLayout, FeatureCache, joined, with_states
 from training.packing import pack, rows_of_step
@@ -159,11 +160,45 @@ def test_a_disk_without_room_is_one_line(tmp_path, monkeypatch) -> None:
         patch.setattr(feature_cache, "save_file", full)
         with pytest.raises(UserError, match="No space left .*make room and repeat"):
             cache.build(spoken, 4)
-    assert len(shards(tmp_path)) == 1 and not (tmp_path / "partial.safetensors").exists()
+    assert len(shards(tmp_path)) == 1 and len(list(tmp_path.iterdir())) == 2  # and cache.json
     cache.build(spoken, 4)
     (tmp_path / "shard-00001.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="shard-00001.safetensors is damaged"):
         cache.row(SHARD_ROWS)
+
+
+def test_whoever_may_read_the_folder_may_read_its_shards(tmp_path) -> None:
+    opened(tmp_path).build(spoken, 4)
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(shards(tmp_path)) > 1 and len(modes) == 1
+
+
+class Silent:
+    def note(self, line: str) -> None:
+        pass
+
+
+def test_one_process_fills_a_cache_and_all_may_read_it(tmp_path) -> None:
+    arch = SimpleNamespace(hidden=HIDDEN)
+    teacher: Any = SimpleNamespace(arch=arch, layers=LAYERS, dtype="float32")
+    watcher: Any = Silent()
+
+    def claimed() -> FeatureCache:
+        return assemble._claim_cache(
+            tmp_path, teacher, {"target": "x"}, (TRAINING, HELDOUT), watcher
+        )
+
+    with held(tmp_path):
+        with pytest.raises(UserError, match="--feature-cache: another process works in"):
+            claimed()
+        cache = FeatureCache(
+            tmp_path,
+            ROWS,
+            CacheLayout(len(ROWS.tokens), LENGTH, len(LAYERS) * HIDDEN, HIDDEN, "float32"),
+            {"target": "x", "data": {"target": "x"}, "layers": LAYERS},
+        )
+        cache.build(spoken, 4)
+        assert not claimed().missing()
 
 
 def distilled(folder) -> None:

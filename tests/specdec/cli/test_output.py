@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.cli.console import check_file
 from specdec.cli.logs import FORM, OneLine
 from specdec.core.errors import UserError
 from specdec.core.writing import write_whole
@@ -73,26 +74,46 @@ def test_where_nothing_can_be_written_is_said_first(capsys, tmp_path, command) -
     assert command[-2] in line and command[-1].partition("/x.")[0] in line
 
 
-def test_a_disk_that_fills_up_costs_no_whole_shard(tmp_path) -> None:
-    def fill_up(progress) -> None:
-        if progress.rows == 10:
-            (tmp_path / "partial.arrow").symlink_to("/dev/full")
+def test_of_a_link_the_file_s_own_folder_is_tried(tmp_path) -> None:
+    (tmp_path / "latest.json").symlink_to("/proc/x.json")
+    with pytest.raises(UserError, match="--out: cannot write to /proc"):
+        check_file(tmp_path / "latest.json", "--out")
+    check_file(Path("/dev/stdout"), "--out")
 
-    with pytest.raises(UserError, match="No space left.*before it stand.*repeat the command"):
-        distil_fake(tmp_path, fill_up)
-    assert shards(tmp_path) and not (tmp_path / "partial.arrow").is_symlink()
+
+def fill_up(monkeypatch) -> None:
+    """What is written `beside` from now on is on a full disk."""
+
+    def full(place: Path) -> Path:
+        (made := place.with_name(f"full{place.suffix}")).symlink_to("/dev/full")
+        return made
+
+    monkeypatch.setattr("specdec.core.writing._new_file", full)
+
+
+def test_a_disk_that_fills_up_costs_no_whole_shard(tmp_path, monkeypatch) -> None:
+    def tell(progress) -> None:
+        if progress.rows == 10:
+            fill_up(patch)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match="No space left.*before it stand.*repeat the command"),
+    ):
+        distil_fake(tmp_path, tell)
+    assert shards(tmp_path) and not (tmp_path / "full.arrow").is_symlink()
     distil_fake(tmp_path)
     rows, _ = read_answers(tmp_path)
     assert rows["row"][:] == list(range(22))
 
 
-def test_what_is_written_whole_survives_a_full_disk(tmp_path) -> None:
+def test_what_is_written_whole_survives_a_full_disk(tmp_path, monkeypatch) -> None:
     file = tmp_path / "report.json"
     write_whole(file, "before")
-    (tmp_path / "partial.json").symlink_to("/dev/full")
+    fill_up(monkeypatch)
     with pytest.raises(UserError, match=r"report.json: No space left.*make room"):
         write_whole(file, "after")
-    assert file.read_text() == "before" and not (tmp_path / "partial.json").is_symlink()
+    assert file.read_text() == "before" and not (tmp_path / "full.json").is_symlink()
     with pytest.raises(UserError, match="No space left"):
         write_whole(Path("/dev/full"), "nowhere")
     assert Path("/dev/full").is_char_device()

@@ -175,6 +175,11 @@ def test_mistakes_are_one_line(arguments, expected, capsys):
     assert ended.value.code == 2 and expected in " ".join(capsys.readouterr().err.split())
 
 
+def test_no_proxy_is_asked(server: Server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert read_metrics(server.url).sum("specdec:slots") == 3
+
+
 @pytest.mark.parametrize("body", [b"hello", b"vllm:num_requests_running 1\n", b"\xff\xfe"])
 def test_other_servers_are_named(body):
     class Other(BaseHTTPRequestHandler):

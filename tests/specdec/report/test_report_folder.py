@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from specdec.core.errors import UserError
+from specdec.core.writing import UNFINISHED
 from specdec.report import identity, page, run
 from specdec.report.comparison import compare, lines, read_receipt
 from specdec.report.parts import TEACHER, Parts
@@ -82,7 +83,7 @@ def test_killed_five_times_it_ends_equal(measured, tmp_path, monkeypatch):
 
     def dying(self, name, section, seconds):
         put(self, name, section, seconds)
-        (self.folder / "partial.json").write_text('{"key": "on')  # cut off in the next write
+        (self.folder / f"{UNFINISHED}0.json").write_text('{"key": "on')  # cut off in the next write
         raise Killed
 
     monkeypatch.setattr(Parts, "put", dying)
