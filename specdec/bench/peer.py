@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,13 @@ RUNS: dict[str, dict[str, Any]] = {
 """Name of a run -> options of `generate`; the run that may take minutes is last."""
 
 
+def require() -> None:
+    """Raise UserError where the peer is not installed."""
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"--peer transformers: pip install {' '.join(missing)}")
+
+
 def text_config(random: str | None, model: str) -> dict[str, Any]:
     """The text decoder's config.json."""
     import targets
@@ -39,49 +47,49 @@ def text_config(random: str | None, model: str) -> dict[str, Any]:
 
 
 def measure(text: dict[str, Any], grid: Grid, k: int, model: ModelConfig) -> dict[str, Any]:
-    """Decode tokens per second, the first token not counted, by run and batch.
+    """Decode tokens per second, the first token not counted, by run and batch."""
+    import torch
+    import transformers
 
-    Raises UserError where transformers isn't installed.
-    """
-    try:
-        import torch
-        import transformers
-    except ImportError as missing:
-        raise UserError(
-            f"--peer transformers: pip install torch transformers ({missing})"
-        ) from None
     device = "cuda" if torch.cuda.is_available() and model.device != "cpu" else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    kind = text["model_type"]
-    config = transformers.AutoConfig.for_model(**text)
-    with torch.device(device):
-        peer = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    rows = []
-    for name, options in RUNS.items():
-        # prompt lookup takes one sequence at a time
-        batches = (1,) if name == "prompt lookup" else grid.batches
-        asked = {key: value or k for key, value in options.items()}
-        rows += [_run(peer, name, batch, asked, grid, text["vocab_size"]) for batch in batches]
-    facts = {"device": device, "dtype": str(dtype), "model_type": kind, "context": grid.contexts[0]}
+    facts = {"device": device, "dtype": str(dtype), "model_type": text["model_type"]}
+    facts |= {"context": grid.contexts[0]}
+    try:
+        config = transformers.AutoConfig.for_model(**text)
+        with torch.device(device):
+            peer = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except Exception as failure:  # no room, or an older library
+        rows = [row | _told(failure) for row in _rows(grid)]
+    else:
+        rows = [_run(peer, row, k, grid, text["vocab_size"]) for row in _rows(grid)]
     return {"name": "transformers", "version": transformers.__version__, **facts, "runs": rows}
 
 
-def _run(
-    peer: Any, name: str, batch: int, options: dict[str, Any], grid: Grid, vocab: int
-) -> dict[str, Any]:
+def _rows(grid: Grid) -> list[dict[str, Any]]:
+    """What is to be run. Prompt lookup takes one sequence at a time."""
+    batches = {name: (1,) if name == "prompt lookup" else grid.batches for name in RUNS}
+    return [{"name": name, "batch": batch} for name in RUNS for batch in batches[name]]
+
+
+def _told(failure: Exception) -> dict[str, str]:
+    """Whatever it is: its failure is a result, not ours."""
+    return {"failure": f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"}
+
+
+def _run(peer: Any, row: dict[str, Any], k: int, grid: Grid, vocab: int) -> dict[str, Any]:
     import torch
 
-    row = {"name": name, "batch": batch}
+    batch = row["batch"]
+    options = {key: value or k for key, value in RUNS[row["name"]].items()}
     prompts = random_prompts(batch, grid.contexts[0], vocab)
     try:
         ids = torch.tensor(prompts, device=peer.device)
         _generate(peer, ids, grid.max_tokens, options)  # compiles, and warms
         first = _generate(peer, ids, 1, options)
         whole = _generate(peer, ids, grid.max_tokens, options)
-    except Exception as failure:  # whatever it is: its failure is a result, not ours
-        return row | {
-            "failure": f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-        }
+    except Exception as failure:
+        return row | _told(failure)
     tokens = batch * (grid.max_tokens - 1)
     return row | {"seconds": whole, "first": first, "tokens_per_second": tokens / (whole - first)}
 

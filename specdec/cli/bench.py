@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json as json_module
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from cyclopts import Parameter
 
 from drafters.registry import find, resolved
 from specdec.assembly.model import Model
+from specdec.bench import peer
 from specdec.bench.aggregate import Figures, cycle_rows, first_token_rows, step_rows
 from specdec.bench.display import plot_bench, print_bench, print_script
 from specdec.bench.script_file import ScriptText, checked_acceptance, read_script
@@ -92,25 +94,38 @@ def bench(
     texts = None if config.script is None else read_script(config.script)
     model = replace(model, slots=max(model.slots, *grid.batches))
     widest = replace(speculation, k=max(speculation.k, *grid.ks, *(w - 1 for w in grid.widths)))
-    random, overlap = config.random or "", config.routing_overlap
-    loaded = loaded_model(model, widest, random=random, overlap=overlap)
-    document = command_record("bench", model=loaded.config, speculation=speculation, bench=config)
-    document |= {"architecture": loaded.name}
-    if texts is not None:
-        plan = _script_plan(texts, config, loaded, speculation, grid)
-        document |= _say_script(loaded, speculation, plan)
-    else:
-        grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)
-        document |= _measure(loaded, speculation, grid, config.repeats)
-        print_bench(document, console)
+    document = _measured(config, model, speculation, widest, grid, texts)
     _save(document, config)
     if config.peer is not None:
+        gc.collect()  # the model's memory is the peer's now
         document["peer"] = _peer(model, speculation, grid, config)
         _save(document, config)
     if json:
         print_json(document)
     if not document["equal"]:
         raise SystemExit(1)
+
+
+def _measured(
+    config: BenchConfig,
+    model: ModelConfig,
+    speculation: SpeculationConfig,
+    widest: SpeculationConfig,
+    grid: Grid,
+    texts: list[ScriptText] | None,
+) -> dict[str, Any]:
+    """Load, measure and print; the receipt so far. The model is let go of at the end."""
+    random, overlap = config.random or "", config.routing_overlap
+    loaded = loaded_model(model, widest, random=random, overlap=overlap)
+    document = command_record("bench", model=loaded.config, speculation=speculation, bench=config)
+    document |= {"architecture": loaded.name}
+    if texts is not None:
+        plan = _script_plan(texts, config, loaded, speculation, grid)
+        return document | _say_script(loaded, speculation, plan)
+    grid.refuse(loaded.target.max_len, loaded.target.max_draft, speculation.k)
+    document |= _measure(loaded, speculation, grid, config.repeats)
+    print_bench(document, console)
+    return document
 
 
 def _grid(config: BenchConfig, model: ModelConfig, speculation: SpeculationConfig) -> Grid:
@@ -146,6 +161,8 @@ def _refuse(
             f"{speculation.drafter} combines several"
         )
     backend_of(model)
+    if config.peer is not None:
+        peer.require()
     for option, file in (("--out", config.out), ("--plot", config.plot)):
         if file is not None:
             check_file(file, option)
@@ -250,8 +267,6 @@ def _measure(
 def _peer(
     model: ModelConfig, speculation: SpeculationConfig, grid: Grid, config: BenchConfig
 ) -> dict[str, Any]:
-    from specdec.bench import peer
-
     with working(console, "the peer, transformers"):
         text = peer.text_config(config.random, model.model)
         figures = peer.measure(text, grid, speculation.k, model)

@@ -18,6 +18,8 @@ from specdec.cli.console import console, print_json
 from specdec.cli.scraping import Reading, ServerFigures, as_json, figures_between, read_metrics
 from specdec.core.errors import UserError
 
+LONGEST = 86_400
+"""Seconds of the longest interval: a day."""
 WINDOW = 10
 """Intervals that figures are of: one alone would jump."""
 
@@ -44,8 +46,8 @@ def top(
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"the server's URL must begin with http:// or https://, got {url!r}")
-    if interval <= 0:
-        raise UserError(f"interval must be more than 0, got {interval:g}")
+    if not 0 < interval <= LONGEST:  # nor nan
+        raise UserError(f"interval must be more than 0 and at most {LONGEST}, got {interval:g}")
     if count < 0:
         raise UserError(f"count must be 0 or more, got {count}")
     last: list[ServerFigures] = []
@@ -58,8 +60,9 @@ def top(
 
 
 def _watch(url: str, interval: float, count: int, note: Callable[[ServerFigures], None]) -> None:
+    """Raises UserError where there was nothing to show."""
     readings = deque([read_metrics(url)], maxlen=WINDOW + 1)
-    shown = 0
+    shown, figures, trouble = 0, None, None
     with _screen(url) as live:
         while not count or shown < count:
             time.sleep(interval)
@@ -67,7 +70,7 @@ def _watch(url: str, interval: float, count: int, note: Callable[[ServerFigures]
                 readings.append(read_metrics(url))
             except UserError as away:  # it may come back
                 live.update(Text(str(away), style="red"), refresh=True)
-                shown += 1
+                shown, trouble = shown + 1, away
                 continue
             if _restarted(readings):
                 readings = deque([readings[-1]], maxlen=WINDOW + 1)
@@ -76,6 +79,8 @@ def _watch(url: str, interval: float, count: int, note: Callable[[ServerFigures]
             note(figures)
             live.update(display(figures, url), refresh=True)
             shown += 1
+    if trouble is not None and figures is None:
+        raise trouble
 
 
 @contextmanager

@@ -166,6 +166,9 @@ def test_an_idle_server_has_a_screen_too(server: Server, capsys):
         (["http://127.0.0.1:x"], "is `specdec serve` running there?"),
         (["127.0.0.1:8000"], "must begin with http"),
         (["--interval", "0"], "interval must be more than 0"),
+        (["--interval", "nan"], "interval must be more than 0"),
+        (["--interval", "inf"], "at most 86400"),
+        (["--interval", "1e12"], "at most 86400"),
         (["--count", "-1"], "count must be 0 or more"),
     ],
 )
@@ -173,6 +176,24 @@ def test_mistakes_are_one_line(arguments, expected, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["top", *arguments])
     assert ended.value.code == 2 and expected in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_server_that_goes_away_before_anything_is_shown_is_a_failure(monkeypatch, capsys, count):
+    readings = iter([reading(0)])
+
+    def read(_url: str) -> Reading:
+        for found in readings:
+            return found
+        raise UserError("cannot read it: it went away")
+
+    monkeypatch.setattr("specdec.cli.top.read_metrics", read)
+    monkeypatch.setattr("specdec.cli.top.time", SimpleNamespace(sleep=lambda _: None))
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--count", str(count), "--json"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert said.err.strip().endswith("specdec: cannot read it: it went away")
 
 
 def test_no_proxy_is_asked(server: Server, monkeypatch):
