@@ -131,7 +131,7 @@ async def _late(
 
 
 def _api_error(problem: Exception) -> ApiError:
-    """What a stream says of it, as its status has been sent."""
+    """The error as a stream sends it: its status has been sent."""
     if isinstance(problem, ApiError):
         return problem
     if isinstance(problem, UserError):

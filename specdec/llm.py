@@ -294,7 +294,7 @@ class LLM:
                 put(chunk)
         except Exception as failure:
             put(failure)
-        except asyncio.CancelledError:  # by `close`, or by the reader, who has gone then
+        except asyncio.CancelledError:  # by `close`, or by the reader, which has gone then
             put(UserError(CLOSED))
             raise
 

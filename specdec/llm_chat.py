@@ -98,7 +98,7 @@ def _in_one_part(message: Any) -> Any:
 
 
 def _with_parts(read: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """With the parts that were given, before what the schema made a text of: a refusal, say."""
+    """With the parts that were given, before what the schema made a text of, as of a refusal."""
     if not _has_parts(given):
         return read
     beside = [{"text": read["content"]}] if read["content"] else []

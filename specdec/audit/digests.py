@@ -15,7 +15,7 @@ from targets.shards import shard_names
 KEPT = kept_folder("digests")
 """Where digests are kept, a file for each checkpoint folder."""
 BESIDE = ("config.json", "hf_quant_config.json")
-"""Files that say how weights are read."""
+"""Files with the form of the weights."""
 THREADS = 8
 """Files that are read at once; hashing leaves Python's lock."""
 

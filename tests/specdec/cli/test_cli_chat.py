@@ -24,7 +24,7 @@ def typed(capsys, monkeypatch, *lines: str) -> tuple[str, str]:
 
 
 def test_a_conversation(capsys, monkeypatch):
-    """Whoever guesses, a repeated answer is the same; mistakes cost a line and nothing else."""
+    """With any drafter, a repeated answer is the same; mistakes cost a line and nothing else."""
     lines = [ASKED, "/drafter none", "/retry", "/drafter", "/drafter ngram", "/k 1", "/retry"]
     lines += ["/k", "/k 9", "/nothing", "/drafter eagle3", "/undo", "/retry", "/help", "/quit"]
     lines += ["never"]
