@@ -17,6 +17,9 @@ were sent in the measured time and answered whole:
 
 tokens_per_second are the output tokens of the measured time / its seconds, of all requests.
 
+Where the server wants an API key, SPECDEC_API_KEY in the environment holds it. A request whose
+connection breaks counts as failed.
+
 The measured time excludes the first --warm seconds, and in a closed loop ends with --seconds.
 """
 
@@ -27,11 +30,15 @@ import asyncio
 import json
 import math
 import multiprocessing
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +49,8 @@ FIRST_ID = 3
 PROCESSES = 4
 """Processes of clients: one would not keep up with some thousand events a second."""
 TIMEOUT_SECONDS = 600.0
+PAUSE = 0.1
+"""Seconds behind a request that failed: a server that refuses all would be asked without end."""
 
 
 @dataclass
@@ -73,17 +82,24 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], output: int, model: 
         "stream_options": {"include_usage": True},
     }
     answer = Answer(time.monotonic(), len(prompt))
-    async with client.stream("POST", "/v1/completions", json=body) as reply:
-        answer.status = reply.status_code
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            if event.get("choices"):
-                answer.events.append(time.monotonic())
-            elif event.get("usage"):
-                answer.tokens = event["usage"]["completion_tokens"]
+    with suppress(httpx.HTTPError, json.JSONDecodeError):  # broken off: not whole
+        async with client.stream("POST", "/v1/completions", json=body) as reply:
+            answer.status = reply.status_code
+            async for line in reply.aiter_lines():
+                _note(answer, line)
+    if not answer.whole:
+        await asyncio.sleep(PAUSE)
     return answer
+
+
+def _note(answer: Answer, line: str) -> None:
+    if not line.startswith("data: {"):
+        return
+    event = json.loads(line[6:])
+    if event.get("choices"):
+        answer.events.append(time.monotonic())
+    elif event.get("usage"):
+        answer.tokens = event["usage"]["completion_tokens"]
 
 
 def prompts(asked: argparse.Namespace, seed: int) -> Callable[[], list[int]]:
@@ -124,30 +140,36 @@ async def fixed_rate(asked: argparse.Namespace, seed: int, rate: float) -> list[
 
 def client_of(url: str) -> httpx.AsyncClient:
     unlimited = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=unlimited)
+    return httpx.AsyncClient(
+        base_url=url,
+        timeout=TIMEOUT_SECONDS,
+        limits=unlimited,
+        headers=key_headers(),
+        trust_env=False,  # no proxy between the two
+    )
 
 
-def clients(asked: argparse.Namespace, number: int, found: Any) -> None:
+def key_headers() -> dict[str, str]:
+    """A key has no place in a command line: it is the environment's first one."""
+    key = os.environ.get("SPECDEC_API_KEY", "").split(",")[0].strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def clients(asked: argparse.Namespace, number: int) -> list[Answer]:
     """One process's share of the load."""
     seed = asked.seed + 1000 * number
     if asked.rate is None:
         users = len(range(number, asked.users, PROCESSES))
-        found.put(asyncio.run(closed_loop(asked, seed, users)) if users else [])
-    else:
-        found.put(asyncio.run(fixed_rate(asked, seed, asked.rate / PROCESSES)))
+        return asyncio.run(closed_loop(asked, seed, users)) if users else []
+    return asyncio.run(fixed_rate(asked, seed, asked.rate / PROCESSES))
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
-    found, began = context.Queue(), time.monotonic()
-    processes = [
-        context.Process(target=clients, args=(asked, number, found)) for number in range(PROCESSES)
-    ]
-    for process in processes:
-        process.start()
-    answers = [answer for _ in processes for answer in found.get(timeout=TIMEOUT_SECONDS)]
-    for process in processes:
-        process.join()
+    began = time.monotonic()
+    with ProcessPoolExecutor(PROCESSES, context) as pool:
+        shares = pool.map(partial(clients, asked), range(PROCESSES))
+        answers = [answer for share in shares for answer in share]
     return report(answers, began + asked.warm, began + asked.warm + asked.seconds)
 
 
@@ -215,7 +237,8 @@ def options() -> argparse.Namespace:
 def main() -> None:
     asked = options()
     if asked.model is None:
-        models = httpx.get(f"{asked.url}/v1/models").raise_for_status().json()
+        found = httpx.get(f"{asked.url}/v1/models", headers=key_headers(), trust_env=False)
+        models = found.raise_for_status().json()
         asked.model = models["data"][0]["id"]
     result = {"load": {k: v for k, v in vars(asked).items() if k != "out"}} | measure(asked)
     text = json.dumps(result)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specdec.core.kept import kept_folder
+from specdec.core.writing import beside
 from targets.shards import shard_names
 
 KEPT = kept_folder("digests")
@@ -57,10 +58,7 @@ def _read(place: Path) -> dict[str, Any]:
 
 def _write(place: Path, digests: dict[str, Any]) -> None:
     """Without room they are made anew each time, which changes nothing but the start."""
-    beside = place.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(digests))
-        beside.replace(place)
-    except OSError:
-        return
+        with beside(place) as file:
+            file.write_text(json.dumps(digests))

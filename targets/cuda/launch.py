@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ import torch
 
 from specdec.core.errors import UserError
 from specdec.core.kept import kept_folder
+from specdec.core.writing import beside
 
 SOURCES = Path(__file__).parent / "kernels"
 ARCHITECTURE = "sm_90a"
+DIGEST_BYTES = 32
 SHARED_LIMIT = 227 * 1024
 """Bytes of dynamic shared memory that a Hopper CTA may have, once it is allowed to."""
 STACK_BYTES = 256
@@ -77,22 +78,31 @@ def _headers() -> list[Path]:
 
 
 def cached_binary(variant: Variant, folder: Path, driver: int) -> bytes:
-    """From the cache, else compiled and kept; a file is complete or not there at all."""
+    """From the cache, else compiled and kept. A damaged one is compiled again."""
     nvrtc = _import("nvrtc")
     digest = hashlib.sha256()
     for part in (variant.source, *_headers()):
         digest.update(part.read_bytes())
     digest.update(repr((variant.options, nvrtc.nvrtcVersion()[1:], driver)).encode())
     file = folder / f"{variant.file}-{digest.hexdigest()[:24]}.cubin"
-    if file.is_file():
-        return file.read_bytes()
+    if (kept := _kept(file)) is not None:
+        return kept
     binary = compile_variant(variant)
     with suppress(OSError):  # a folder that can't be written costs the next start its time, no more
         folder.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(binary)
-        part.replace(file)
+        with beside(file) as made:
+            made.write_bytes(binary + hashlib.sha256(binary).digest())
     return binary
+
+
+def _kept(file: Path) -> bytes | None:
+    """A kept binary, behind which its digest stands; None where it is damaged or not there."""
+    try:
+        whole = file.read_bytes()
+    except OSError:
+        return None
+    binary, digest = whole[:-DIGEST_BYTES], whole[-DIGEST_BYTES:]
+    return binary if binary and hashlib.sha256(binary).digest() == digest else None
 
 
 class Library:

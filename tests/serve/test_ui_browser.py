@@ -423,6 +423,7 @@ def test_markdown_of_any_text_keeps_it_and_ends_soon(visit, mini_server: Server)
     page = visit(mini_server)
     parts = ["*a ", "[", "**", "`", "> ", "- ", "|-", "![](", "https://", "_x_", "\n", "```\n", "~"]
     texts = [part * (60_000 // len(part)) for part in parts]
+    texts += ["http://a" + ")" * 60_000 + "x", "http://:" * 8_000]
     texts += ["*a " * 20_000 + "[b](" * 9_000, "> " * 500 + "- " * 500, "- a\n\n" * 3_000]
     slowest = page.evaluate(
         "async texts => { const { markdown } = await import('/ui/markdown.js');"

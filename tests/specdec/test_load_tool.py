@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from typing import Any
 
 import pytest
 
@@ -39,3 +43,35 @@ def test_a_server_under_load(load):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["failed"] == 0 and found["requests"] > 3 and found["tokens_per_second"] > 10
+
+
+SMALL = "--input 5 --output 4 --seconds 2 --warm 0.5 --vocab 60 --users 5".split()
+
+
+def loaded(*arguments: str, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, str(TOOL), *SMALL, *arguments]
+    env = os.environ | environment
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert "secret" not in done.stdout
+    return json.loads(done.stdout)
+
+
+def test_a_server_that_breaks_connections_off_is_measured_too():
+    class Broken(StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        found = loaded("--url", f"http://127.0.0.1:{server.server_address[1]}", "--model", "m")
+        server.shutdown()
+    assert found["failed"] > 0 and found["requests"] == 0 and found["ttft_ms"] is None
+
+
+def test_a_team_s_server_gets_its_key_and_no_proxy_is_asked():
+    with serving(ServedTarget(slots=4), api_keys=["secret"]) as server:
+        environment = {"SPECDEC_API_KEY": "secret", "http_proxy": "http://127.0.0.1:9"}
+        found = loaded("--url", server.url, **environment)
+        assert found["failed"] == 0 < found["requests"]
+        found = loaded("--url", server.url, "--model", "fake", SPECDEC_API_KEY="other")
+        assert found["failed"] > 0 == found["requests"]

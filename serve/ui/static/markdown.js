@@ -8,7 +8,8 @@ const HEADING = /^ {0,3}(#{1,6}) +(\S.*)$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(\S.*)$/;
-const ADDRESS = /https?:\/\/[^\s<>"'`|\\^{}]+/y;
+const ADDRESS = /https?:\/\/[^\s<>"'`|\\^{}]{1,2000}/y; // more is no link, for the same reason
+const CLOSING = ".,;:!?)*_~]"; // what ends a sentence around an address
 const LINK =
   /^\[([^[\]]*)\]\(<?([^\s()<>]+(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\)/;
 const BLOCKS = [fence, heading, rule, quote, list, table, paragraph];
@@ -241,7 +242,10 @@ function address(text, at) {
   ADDRESS.lastIndex = at;
   const [found] = ADDRESS.exec(text) ?? [];
   if (!found) return null;
-  const href = found.replace(/[.,;:!?)*_~\]]+$/, "");
+  if (found.length > 2000) return null;
+  let end = found.length;
+  while (CLOSING.includes(found[end - 1])) end -= 1;
+  const href = found.slice(0, end);
   const made = anchor(href, [href]);
   return made && [made, at + href.length];
 }

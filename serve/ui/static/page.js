@@ -233,15 +233,18 @@ $("picture").addEventListener("change", async () => {
   $("picture").value = "";
 });
 document.addEventListener("paste", (event) => {
-  const { files } = event.clipboardData;
-  if (files.length) event.preventDefault();
+  const { files, types } = event.clipboardData;
+  if (!files.length || types.includes("text/plain")) return; // a table has a picture beside
+  event.preventDefault();
   pictures.add(files);
 });
-document.addEventListener("dragover", (event) => event.preventDefault());
-document.addEventListener("drop", (event) => {
-  event.preventDefault();
-  pictures.add(event.dataTransfer.files);
-});
+for (const kind of ["dragover", "drop"]) {
+  document.addEventListener(kind, (event) => {
+    if (!event.dataTransfer.types.includes("Files")) return; // a text goes where it is dropped
+    event.preventDefault();
+    if (kind === "drop") pictures.add(event.dataTransfer.files);
+  });
+}
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !event.isComposing) running?.abort();
 });

@@ -56,7 +56,12 @@ export class Pictures {
         this.#trouble(new Error(`${file.name} is no PNG, JPEG, WebP or GIF`));
         continue;
       }
-      this.#all.push({ name: file.name || "pasted picture", url: await read(file) });
+      const name = file.name || "pasted picture";
+      try {
+        this.#all.push({ name, url: await read(file) });
+      } catch (problem) {
+        this.#trouble(new Error(`${name} cannot be read: ${problem.message}`));
+      }
     }
     this.#show();
     return true;

@@ -15,15 +15,26 @@ export async function race(path, ask, signal) {
   $("race").hidden = false;
   $("race-state").textContent = "";
   $("race").scrollIntoView();
+  try {
+    await run(lanes, path, fair, signal);
+    $("race-state").textContent = "Both again, from one start:";
+    await replay(lanes, signal);
+    verdict(lanes);
+  } catch (problem) {
+    $("race-state").textContent = problem.name === "AbortError" ? "Stopped." : "Broken off.";
+    throw problem;
+  } finally {
+    $("skip").hidden = true;
+  }
+}
+
+async function run(lanes, path, fair, signal) {
   for (const [i, enabled] of [true, false].entries()) {
     const how = enabled ? "with" : "without";
     await lanes[i].record(path, { ...fair, speculative: { enabled } }, signal, (count) => {
       $("race-state").textContent = `Running ${how} speculation: ${count} tokens`;
     });
   }
-  $("race-state").textContent = "Both again, from one start:";
-  await replay(lanes, signal);
-  verdict(lanes);
 }
 
 class Lane {
@@ -88,7 +99,6 @@ async function replay(lanes, signal) {
     signal.throwIfAborted();
     await frame();
   }
-  $("skip").hidden = true;
   for (const lane of lanes) lane.finish();
   $("race").scrollIntoView();
 }

@@ -138,14 +138,17 @@ Object.assign(globalThis, {
       queueMicrotask(() => (broken ? this.onerror() : this.onload()));
     }
   },
-  fetch: async (url, { body } = {}) => {
+  fetch: async (url, { body, signal } = {}) => {
     const path = new URL(url).pathname;
     if (path === "/ready") return Response.json({ status: "ready" });
     if (path === "/v1/models") {
       return Response.json({ data: [{ id: "m", input_modalities: ["text", "image"] }] });
     }
     posted.push(JSON.parse(body));
-    return new Response(streamed(await answers.shift()));
+    const stopped = new Promise((_, fail) => {
+      signal.addEventListener("abort", () => fail(signal.reason));
+    });
+    return new Response(streamed(await Promise.race([answers.shift(), stopped])));
   },
 });
 process.on("unhandledRejection", (problem) => rejections.push(problem.message));
@@ -175,6 +178,7 @@ export async function until(so) {
 
 /** Open the page. */
 export async function opened() {
+  $("skip").hidden = true;
   $("mode").value = "chat";
   $("view").value = "guesses";
   await import("./page.js");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -192,5 +193,9 @@ def test_digests_are_made_once_and_anew_for_a_changed_file(tmp_path):
     assert weight_digests(folder, kept) == {**first, "model.safetensors": "kept"}
     (folder / "model.safetensors").write_bytes(b"two")
     assert weight_digests(folder, kept)["model.safetensors"] not in ("kept", first)
+    beside, link = folder / "theirs", file.with_suffix(f".{os.getpid()}")
+    beside.write_text("theirs")
+    link.symlink_to(beside)  # no name that another process, or user, may have chosen
     file.write_text("cut o")
     assert set(weight_digests(folder, kept)) == {"config.json", "model.safetensors"}
+    assert beside.read_text() == "theirs" and link.is_symlink() and file.read_text() != "cut o"

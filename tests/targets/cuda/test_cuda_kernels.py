@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +57,37 @@ def test_binaries_are_kept_until_something_changes(tmp_path, monkeypatch):
     assert cached_binary(Variant("a", (("N", 1),), tmp_path), folder, 1) == b"new"
     header.write_text("// changed")
     assert cached_binary(Variant("a", folder=tmp_path), folder, 1) == b"new"
+
+
+@pytest.mark.parametrize("damage", [b"", b"whole"[:3], b"whole", b"whale" + b"0" * 32])
+def test_a_damaged_binary_is_compiled_again(tmp_path, monkeypatch, damage):
+    made = []
+    monkeypatch.setattr(launch, "compile_variant", lambda variant: made.append(1) or b"whole")
+    (tmp_path / "a.cu").touch()
+    folder, variant = tmp_path / "cache", Variant("a", folder=tmp_path)
+    assert cached_binary(variant, folder, 1) == b"whole"
+    (file,) = folder.iterdir()
+    file.write_bytes(damage)
+    assert [cached_binary(variant, folder, 1) for _ in range(2)] == [b"whole", b"whole"]
+    assert len(made) == 2 and list(folder.iterdir()) == [file]
+
+
+def test_no_two_processes_write_one_file(tmp_path, monkeypatch):
+    """In containers each process has the number 1."""
+    (tmp_path / "a.cu").touch()
+    folder, variant, seen = tmp_path / "cache", Variant("a", folder=tmp_path), []
+    replace = Path.replace
+
+    def published(file: Path, place: Path) -> Path:
+        seen.append(file)
+        if len(seen) == 1:  # another one comes before this one is done
+            cached_binary(variant, folder, 1)
+        return replace(file, place)
+
+    monkeypatch.setattr(launch, "compile_variant", lambda variant: b"whole")
+    monkeypatch.setattr(Path, "replace", published)
+    assert cached_binary(variant, folder, 1) == b"whole"
+    assert len(set(seen)) == 2 and len(list(folder.iterdir())) == 1
 
 
 processors = st.sampled_from([2, 5, 132])
