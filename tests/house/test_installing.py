@@ -72,17 +72,3 @@ def test_the_wheel_runs_as_the_guide_types_it(clone, tmp_path, tool, number):
     assert block.startswith(tool)
     said = typed(block, tmp_path)
     assert "model mini (embedded" in said and "16 tokens (length)" in said, said
-
-
-@pytest.mark.parametrize(
-    ("name", "writer"),
-    [
-        ("xla", "targets/jax/compile_cache.py"),
-        ("kernels", "targets/cuda/launch.py"),
-        ("digests", "specdec/audit/digests.py"),
-    ],
-)
-def test_the_guide_names_each_folder_that_is_written(name, writer):
-    guide = (ROOT / "docs/guide/install.md").read_text()
-    kept = guide[guide.index("## Where files are kept") :]
-    assert f'"{name}"' in (ROOT / writer).read_text() and f"`~/.cache/specdec/{name}`" in kept
