@@ -85,7 +85,7 @@ async def answer(
 def _sender(request: Request) -> Sender:
     caller = request.state.caller
     host = request.client.host if request.client else ""
-    return Sender(caller, f"{caller} {host}", request.state.size)
+    return Sender(caller, f"{caller} {host}", request.state.size, request.state.arrived)
 
 
 def _note(request: Request, begun: asyncio.Task[Generation]) -> None:
@@ -131,7 +131,7 @@ async def _late(
 
 
 def _api_error(problem: Exception) -> ApiError:
-    """What a stream says of it, as its status has been sent."""
+    """The error as a stream sends it: its status has been sent."""
     if isinstance(problem, ApiError):
         return problem
     if isinstance(problem, UserError):

@@ -54,7 +54,8 @@ async def read_request(request: Request, model: type[Wire], context: Context, li
     """The request's body, validated. Its size and the number of its parts are checked first; a
     large one is parsed on a thread. Raises ApiError."""
     declared = request.headers.get("content-length", "")
-    with context.lanes.admitted(int(declared) if declared.isdigit() else None):
+    size = int(declared) if declared.isdigit() else None
+    with context.lanes.admitted(size, request.state.caller):
         body = await read_body(request, limit)
         request.state.size = len(body)
         if len(body) <= MEDIUM_BYTES:

@@ -127,7 +127,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _wishes_that_need_others(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         self._check_tool_choice()
         self._check_final_message()

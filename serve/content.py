@@ -118,14 +118,15 @@ def _is_picture(part: Any) -> bool:
 
 
 def _part_text(part: Any) -> str | None:
-    """A part's text; None for a refusal that an SDK sends back."""
+    """A part's text; None for a refusal without words."""
     if isinstance(part, str):
         return part
     if is_foreign(part):
         return line_of(part)
     if isinstance(part, dict):
         if part.get("type") == "refusal":
-            return None
+            said = part.get("refusal")
+            return said if isinstance(said, str) and said else None
         if "type" in part and isinstance(part.get("text"), str):
             return part["text"]
     raise ValueError(PARTS)

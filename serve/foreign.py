@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence as Seqs
 from typing import Any, NoReturn
 
 from serve.errors import ApiError
@@ -16,13 +17,18 @@ READABLE = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image_url", "input_image", "image")
 """Types of pictures, by OpenAI's two APIs and Anthropic's. Models that take none get a line."""
 HEARD = ("input_audio", "audio_url", "audio", "input_video", "video_url", "video")
-"""Types of what Gemma 4 could hear or watch."""
+"""Types of sounds and videos."""
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 """Block types of Anthropic's API that its own schema handles."""
 UNTOLD = ("type", "id", "status", "cache_control", "signature", "encrypted_content")
 """Fields left out of the text: they mean nothing to a model."""
-LONGEST_WORD = 500
-"""Characters; a string with a longer word is taken for data, not text."""
+DATA = re.compile(
+    r"data:(?=[\w;])(?:[\w.+-]+/[\w.+-]+)?(?:;[\w.+=-]+)*,[\w.~!$&*%+/=-]*"
+    r"|(?<![\w+/=-])[\w+/=-]{501,}",
+    re.ASCII,
+)
+"""Data in a text: a data URL, or more letters of base64 in a row than a text has. Languages without
+blanks have none of them, and lines of CSV or code have other signs between."""
 DEEPEST = 12
 
 
@@ -54,22 +60,42 @@ def is_foreign_call(call: Any) -> bool:
 
 
 def check_newest(messages: Any, param: str) -> None:
-    """Refuse a new user message that holds a document, a sound or a video, since its text may be
-    about it. A message with or right after a tool's result is exempt: agents attach things there
-    and send them again with each request. Pictures: `pictures.refuse_newest`.
+    """Refuse a new message of the user that holds a document, a sound or a video, since its text,
+    or the next one's, may be about it. Pictures: `pictures.refuse_newest`.
 
     messages: as sent, in the form of any API. Raises ApiError 400.
     """
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):
         return
-    before, last = (messages[-2] if len(messages) > 1 else None), messages[-1]
-    if not isinstance(last, dict) or last.get("role") != "user" or _is_result(before):
-        return
-    content = last.get("content")
-    parts = content if isinstance(content, list) else ()
-    kinds = [p["type"] for p in parts if is_foreign(p) and p["type"] not in (*BLOCKS, *PICTURES)]
-    if kinds and not any(map(_is_result, parts)):
-        refuse_part(f"{param}[{len(messages) - 1}].content", kinds[0], param)
+    for at in newest([_role(message) for message in messages]):
+        content = messages[at].get("content")
+        parts = filter(is_foreign, content if isinstance(content, list) else ())
+        for kind in (part["type"] for part in parts):
+            if kind not in (*BLOCKS, *PICTURES):
+                refuse_part(f"{param}[{at}].content", kind, param)
+
+
+def newest(roles: Seqs[str]) -> list[int]:
+    """The places of the user's new messages: all behind the last of the model or a tool. Clients
+    send a picture and its question as two, or append a reminder of the system. But not the one
+    right after a tool's result: agents attach things there and send them with each request."""
+    found: list[int] = []
+    for at in reversed(range(len(roles))):
+        if roles[at] == "user":
+            found.append(at)
+        elif roles[at] not in ("system", "developer"):
+            attached = found[-1:] if roles[at] == "tool" else []
+            return sorted(set(found) - set(attached))
+    return sorted(found)
+
+
+def _role(message: Any) -> str:
+    """The role of a message, or of an item that has none: the model's, or a tool's. In Anthropic's
+    API a tool's result is a block of a user's message."""
+    role = message.get("role", "assistant") if isinstance(message, dict) else "assistant"
+    content = message.get("content") if role == "user" else None
+    results = any(map(_is_result, content)) if isinstance(content, list) else False
+    return "tool" if results or _is_result(message) else str(role)
 
 
 def refuse_part(where: str, kind: str, param: str) -> NoReturn:
@@ -93,8 +119,8 @@ def _is_result(part: Any) -> bool:
 
 
 def _shown(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, str) and _is_data(value):
-        return f"({len(value)} characters of data)"
+    if isinstance(value, str):
+        return DATA.sub(lambda run: f"({len(run[0])} characters of data)", value)
     if isinstance(value, (dict, list)) and depth >= DEEPEST:
         return "(more)"
     if isinstance(value, dict):
@@ -102,9 +128,3 @@ def _shown(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [_shown(inner, depth + 1) for inner in value]
     return value
-
-
-def _is_data(text: str) -> bool:
-    if text.startswith("data:"):
-        return True
-    return len(text) > LONGEST_WORD and max(map(len, text.split()), default=0) > LONGEST_WORD

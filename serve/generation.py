@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence as Seqs
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from serve.chat_schema import ChatRequest
@@ -104,6 +104,9 @@ class Sender:
     address."""
     size: int = 0
     """Bytes of the body."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When its request came, on the clock of `Ticket.submitted`: it was read, rendered and encoded
+    since."""
 
 
 class Pings:
@@ -137,9 +140,10 @@ class Generation:
         plan_: EngineRequest,
         ticket: Ticket,
         texts: list[ChoiceText],
+        arrived: float,
     ) -> None:
         self.context, self.request, self.plan = context, request, plan_
-        self._ticket, self._texts = ticket, texts
+        self._ticket, self._texts, self._arrived_at = ticket, texts, arrived
         zeros = [0] * len(texts)
         self.usage = Usage(
             sum(map(len, plan_.prompts)),
@@ -154,7 +158,9 @@ class Generation:
         """For each prompt the log-probabilities of its tokens after the first, if requested."""
         self._recited_by = [i for i, seq in enumerate(plan_.recitals) if seq is not None]
         self._open = set(range(len(ticket.sequences)))
-        self._silent = set(range(len(texts)))  # no token yet
+        self._counted = range(len(texts) or len(ticket.sequences))
+        """Those that metrics count: scoring sequences only where there is no choice."""
+        self._silent = set(self._counted)  # no token yet
         self._cycle_reports = {
             index: ChoiceReports(context.tokenizer, context.speculating.of(seq.speculative))
             for index, seq in enumerate(ticket.sequences)
@@ -208,7 +214,7 @@ class Generation:
                 came.append(own)
                 run = [] if update.index in silent else own
                 silent.discard(update.index)
-        return [each and joined(each) for each in came]
+        return [None if each is None else joined(each) for each in came]
 
     def _taken(self, update: Update, pings: Pings) -> Piece | None:
         """What an update adds to a choice; None if it is of a prompt's log-probabilities."""
@@ -244,6 +250,9 @@ class Generation:
         self.recited[prompt] += update.logprobs or ()
         if update.finish is not None:
             self._open.discard(update.index)
+            if update.index in self._counted:
+                self.context.metrics.read(self._prompt_tokens(update.index))
+            self._ended(update.index, "stop", "stop")
 
     def _feed(self, update: Update) -> Piece:
         index, metrics, now = update.index, self.context.metrics, time.monotonic()
@@ -253,9 +262,10 @@ class Generation:
         if index in self._silent:
             self._left_queue(index, now)
             seq, self._first[index] = self._ticket.sequences[index], now
-            waited = now - self._ticket.submitted
+            waited = now - self._arrived_at
             self.usage.first_token = self.usage.first_token or waited
-            metrics.first_token(waited, now - (seq.seated or now), seq.prompt_len)
+            metrics.first_token(waited, now - (seq.seated or now))
+            metrics.read(seq.prompt_len)
             if index % (len(self._texts) // len(self.plan.prompts)) == 0:  # a prompt's first choice
                 self.usage.cached_tokens += seq.cached
         text = self._texts[index]
@@ -319,12 +329,25 @@ class Generation:
     def _ended(self, index: int, counted: str, reason: str) -> None:
         """Record how a choice ended, by vLLM's name of the reason for /metrics and by OpenAI's for
         the usage."""
+        if index < len(self._texts) or counted == "error":
+            self.usage.finish_reasons.append(reason)
+        if index not in self._counted:
+            return
+        metrics, seq, now = self.context.metrics, self._ticket.sequences[index], time.monotonic()
         if index in self._silent:
-            self._left_queue(index, time.monotonic())
+            self._left_queue(index, now)
         elif index in self._first:
-            self.context.metrics.decoded(self._last[index] - self._first[index])
-        self.context.metrics.finished(counted)
-        self.usage.finish_reasons.append(reason)
+            metrics.decoded(self._last[index] - self._first[index])
+        if seq.seated is not None:
+            metrics.inferred(now - seq.seated)
+        answer = self._texts[index].token_count if self._texts else 0
+        metrics.finished(counted, now - self._arrived_at, self._prompt_tokens(index), answer)
+
+    def _prompt_tokens(self, index: int) -> int:
+        """Of the prompt of a choice, or of a scoring sequence where there is no choice."""
+        if not self._texts:
+            return len(self.plan.prompts[self._recited_by[index]])
+        return self._ticket.sequences[index].prompt_len
 
     def _count_prediction(self, seq: Sequence, update: Update) -> None:
         if seq.prediction is None:
@@ -374,7 +397,7 @@ async def begin(
         await context.grammars.run(sender.address, planned.constrain)
     ticket = _submit(context.runner, planned.sequences)
     texts = [_text(context.tokenizer, request, planned) for _ in planned.choices]
-    return Generation(context, request, planned, ticket, texts)
+    return Generation(context, request, planned, ticket, texts, sender.arrived)
 
 
 def _has_pictures(request: ChatRequest | CompletionRequest) -> bool:

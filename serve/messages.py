@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,12 @@ from pydantic import (
 from serve.content import PARTS, Content, Mixed, SentPicture
 from serve.foreign import is_foreign_call, line_of
 from targets.chat_history import read_arguments
+
+log = logging.getLogger("specdec.serve")
+
+REFUSAL = {"type": "refusal"}
+MOST_CALLS = 512
+"""Tool calls that one message may have. Templates look for each result among all of them."""
 
 
 class Called(BaseModel):
@@ -65,6 +72,43 @@ def _of_other_kinds(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [*parts, *map(line_of, others)], "tool_calls": functions or None}
 
 
+def _with_refusal(message: dict[str, Any]) -> dict[str, Any]:
+    """Put the words of a refusal behind the text: the content may be empty beside them."""
+    said, content = message.get("refusal"), message.get("content") or []
+    if message.get("role") != "assistant" or not isinstance(said, str) or not said:
+        return message
+    parts, own = content if isinstance(content, list) else [content], REFUSAL | {"refusal": said}
+    return message if own in parts else {**message, "content": [*parts, own]}
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """Put parts with thoughts, as blocks of Anthropic's API are sent back, where thoughts are."""
+    parts = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(parts, list):
+        return message
+    found = {
+        at: thought for at, part in enumerate(parts) if (thought := _thought(part)) is not None
+    }
+    if not found:
+        return message
+    beside = message.get("reasoning_content") or message.get("reasoning")
+    thoughts = list(filter(None, found.values()))
+    if isinstance(beside, str) and beside != "\n".join(thoughts):
+        thoughts = [beside, *thoughts]
+    rest = [part for at, part in enumerate(parts) if at not in found]
+    return {**message, "content": rest, "reasoning_content": "\n".join(thoughts) or None}
+
+
+def _thought(part: Any) -> str | None:
+    """A part's thought, "" where another server sealed it; None for other parts."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "redacted_thinking":
+        log.info("left out a thought that another server sealed")
+        return ""
+    thought = part.get("thinking") if kind == "thinking" else None
+    return thought if isinstance(thought, str) else None
+
+
 class Message(BaseModel):
     """Unknown names are ignored: SDKs send back whatever the last answer held."""
 
@@ -73,7 +117,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Content, Field(validate_default=True)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -81,7 +125,9 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _older_and_other_forms(cls, value: Any) -> Any:
-        return _of_other_kinds(_of_functions(value)) if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return _of_other_kinds(_of_functions(_with_thoughts(_with_refusal(value))))
 
     @field_validator("reasoning", mode="before")
     @classmethod

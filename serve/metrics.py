@@ -128,6 +128,12 @@ class TokenCollector(Collector):
         yield gaps
 
 
+def _sizes(most: int) -> tuple[float, ...]:
+    """vLLM's buckets for numbers of tokens: 1, 2, 5, 10, ... up to `most`."""
+    steps = (digit * 10.0**power for power in range(len(str(most))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= most)
+
+
 class Metrics:
     """One server's metrics, in a registry of their own."""
 
@@ -164,6 +170,23 @@ class Metrics:
             "Seconds from a sequence's first token to its last.",
             REQUEST_BUCKETS,
         )
+        self._inference = self._histogram(
+            "vllm:request_inference_time_seconds",
+            "Seconds from a sequence's slot to its end.",
+            REQUEST_BUCKETS,
+        )
+        self._whole = self._histogram(
+            "vllm:e2e_request_latency_seconds",
+            "Seconds from a request's arrival to the end of a sequence of it.",
+            REQUEST_BUCKETS,
+        )
+        sizes = _sizes(runner.engine.target.max_len)
+        self._prompt_sizes = self._histogram(
+            "vllm:request_prompt_tokens", "Tokens of a sequence's prompt.", sizes
+        )
+        self._answer_sizes = self._histogram(
+            "vllm:request_generation_tokens", "Tokens of a sequence's answer.", sizes
+        )
         self._tokens = TokenCollector(tuple(self._labels.values()))
         self.registry.register(self._tokens)
         for reason in ("stop", "length", "abort", "error"):  # so that a rate starts from zero
@@ -173,10 +196,9 @@ class Metrics:
     def queued(self, seconds: float) -> None:
         self._queue.observe(seconds)
 
-    def first_token(self, seconds: float, since_seated: float, prompt_tokens: int) -> None:
+    def first_token(self, seconds: float, since_seated: float) -> None:
         self._first_token.observe(seconds)
         self._prefill.observe(since_seated)
-        self._prompt.inc(prompt_tokens)
 
     def decoded(self, seconds: float) -> None:
         self._decode.observe(seconds)
@@ -187,8 +209,18 @@ class Metrics:
     def generated(self, tokens: int) -> None:
         self._tokens.generated += tokens
 
-    def finished(self, reason: str) -> None:
-        """Count an end by vLLM's reasons: stop, length, abort or error."""
+    def inferred(self, seconds: float) -> None:
+        self._inference.observe(seconds)
+
+    def read(self, prompt_tokens: int) -> None:
+        self._prompt.inc(prompt_tokens)
+
+    def finished(self, reason: str, seconds: float, prompt_tokens: int, answer_tokens: int) -> None:
+        """Count an end by vLLM's reasons: stop, length, abort or error. seconds: since the request
+        came."""
+        self._whole.observe(seconds)
+        self._prompt_sizes.observe(prompt_tokens)
+        self._answer_sizes.observe(answer_tokens)
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def render(self) -> bytes:

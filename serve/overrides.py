@@ -1,4 +1,4 @@
-"""Sampling parameters of requests, the same in each API, and what is told of the answer."""
+"""Sampling parameters of requests, the same in each API, and options of the answer's report."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from serve.errors import ApiError
@@ -114,20 +116,32 @@ def _connected(host: str, address: str) -> http.client.HTTPConnection:
 def _read(connect: Connect, host: str, address: str, path: str) -> bytes:
     ends = time.monotonic() + DEADLINE
     connection = connect(host, address)
+    watch = threading.Timer(DEADLINE, _cut, (connection,))
+    watch.daemon = True
+    watch.start()
     try:
         headers = {"Host": host, "Accept": "image/*", "User-Agent": "specdec"}
         connection.request("GET", path, headers=headers)
         reply = connection.getresponse()
         if reply.status != OK:
             raise _refusal(f"{host} answered {reply.status}: no redirect is followed")
-        data = bytearray()
-        while piece := reply.read1(PIECE):
+        data, piece = bytearray(), b" "
+        while piece:
+            piece = reply.read1(PIECE)
             data += piece
-            if len(data) > MOST_BYTES or time.monotonic() > ends:
+            if len(data) > MOST_BYTES or time.monotonic() > ends:  # a head that was cut is empty
                 raise _refusal(f"the picture of {host} is too large, or comes too slowly")
         return bytes(data)
     finally:
+        watch.cancel()
         connection.close()
+
+
+def _cut(connection: http.client.HTTPConnection) -> None:
+    """End what comes a byte at a time: a head, which is read as a whole."""
+    if isinstance(connection.sock, socket.socket):
+        with suppress(OSError):
+            socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 
 
 def _refusal(message: str) -> ApiError:

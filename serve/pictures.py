@@ -15,7 +15,7 @@ from typing import Any
 from serve.chat_schema import ChatRequest
 from serve.content import SentPicture
 from serve.errors import ApiError
-from serve.foreign import refuse_part
+from serve.foreign import newest, refuse_part
 from serve.messages import Message
 from specdec.core.pictures import PlacedPicture
 from targets.vision.prompt import PictureFile, PicturePrompt
@@ -36,12 +36,12 @@ Fetch = Callable[[str], bytes]
 
 
 def refuse_newest(messages: Seqs[Message]) -> None:
-    """Refuse a picture in a new user message, for a model that takes none: its text may be about
-    it. Raises ApiError 400. See `foreign.check_newest`."""
-    last, before = messages[-1], messages[-2] if len(messages) > 1 else None
-    after_result = before is not None and before.role == "tool"
-    if last.role == "user" and last.pictures and not after_result:
-        refuse_part(f"{PARAM}: the newest", str(last.pictures[0].part["type"]), PARAM)
+    """Refuse a picture in a new message of the user, for a model that takes none: its text, or the
+    next one's, may be about it. messages: without an answer that was begun. Raises ApiError 400.
+    See `foreign.check_newest`."""
+    for at in newest([message.role for message in messages]):
+        for picture in messages[at].pictures:
+            refuse_part(f"{PARAM}: a new one", str(picture.part["type"]), PARAM)
 
 
 def files_of(request: ChatRequest, vision: VisionSpec, fetch: Fetch | None) -> list[PictureFile]:
@@ -59,11 +59,11 @@ def files_of(request: ChatRequest, vision: VisionSpec, fetch: Fetch | None) -> l
         raise _refusal(f"the request has {len(sent)} pictures: at most {MOST_PICTURES} are taken")
     if sent:
         _refuse_beside(request)
-    return [_file(picture, vision, fetch) for picture in sent]
+    return [file_of(picture, vision, fetch) for picture in sent]
 
 
 def _refuse_beside(request: ChatRequest) -> None:
-    """What can't be said of prompts with pictures. Raises ApiError 400."""
+    """Refuse options that prompts with pictures can't have. Raises ApiError 400."""
     wishes = {
         "echo": request.echo,
         "prompt_logprobs": request.prompt_logprobs is not None,
@@ -75,7 +75,8 @@ def _refuse_beside(request: ChatRequest) -> None:
             raise ApiError(400, f"{name} can't go with pictures: leave it out", param=name)
 
 
-def _file(picture: SentPicture, vision: VisionSpec, fetch: Fetch | None) -> PictureFile:
+def file_of(picture: SentPicture, vision: VisionSpec, fetch: Fetch | None) -> PictureFile:
+    """See `files_of`."""
     url, detail = _source(picture.part)
     if detail not in DETAILS:
         raise _refusal(f"a picture's detail must be auto, low or high, got {str(detail)[:40]!r}")

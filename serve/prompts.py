@@ -13,7 +13,7 @@ from serve.pictures import Fetch, PictureRoom, files_of, refuse_newest
 from serve.schema import CompletionRequest
 from serve.served_tokenizer import ServedTokenizer
 from specdec.core.prediction import PredictedText
-from targets.chat_template import RenderedTooLong
+from targets.chat_template import RenderedTooLong, TooManySteps
 from targets.tokenizer import bare_ids
 from targets.vision.prompt import PicturePrompt, with_pictures
 from targets.vision.spec import VisionSpec
@@ -78,8 +78,8 @@ def chat_prompt(
 
 def chat_ids(request: ChatRequest, tokenizer: ServedTokenizer, max_len: int) -> list[int]:
     """`chat_prompt` for a model that takes no pictures: there are lines of text for them, but in
-    the newest message they are refused."""
-    refuse_newest(request.messages)
+    the user's new messages they are refused."""
+    refuse_newest(request.messages[:-1] if request.continue_final_message else request.messages)
 
     def rendered(messages: list[Any], goes_on: bool, **values: Any) -> tuple[list[str], list[int]]:
         return tokenizer.chat_pieces(messages, goes_on, **values), []
@@ -103,6 +103,9 @@ def _rendered(
     try:
         goes_on = bool(request.continue_final_message)
         pieces, order = render(messages, goes_on, max_characters=most, **values)
+    except TooManySteps as problem:
+        code = "context_length_exceeded"  # upon which clients shorten the history
+        raise ApiError(400, str(problem), param="messages", code=code) from None
     except RenderedTooLong:
         least = f"the prompt has more than {SLACK * max_len} tokens"
         raise _too_long(least, max_len, "messages") from None

@@ -29,7 +29,7 @@ PROBES = ("/health", "/ready", "/metrics")
 
 class RequestLog:
     """ASGI middleware: sets X-Request-Id on every response (the client's own id if it sent one) and
-    logs a line per request, with waits and token counts if the app has set
+    `state["arrived"]`, and logs a line per request, with waits and token counts if the app has set
     `state["generation"]`."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,6 +42,7 @@ class RequestLog:
         request_id = _sent_id(Headers(scope=scope).get(HEADER, "")) or uuid.uuid4().hex
         state = scope.setdefault("state", {})
         began, outcome = time.monotonic(), Outcome()
+        state["arrived"] = began
 
         async def named(message: Message) -> None:
             outcome.sent(message)

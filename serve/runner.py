@@ -73,7 +73,7 @@ class _Cancel:
 
 
 class Mailbox:
-    """Updates on their way to one reader, who takes all that have come: None says that nothing came
+    """Updates on their way to one reader, which takes all that have come: None where nothing came
     for a while. asyncio's own queue gives them one by one, for twice the time."""
 
     def __init__(self) -> None:

@@ -79,6 +79,7 @@ class LLM:
         # those that were left are in the engine's queue until its next step: it has no bound then
         self._runner = EngineRunner(make_engine(model, speculation, UNBOUNDED, prefix=prefix))
         self._requests = Requests(model, self._runner.engine.drafting)
+        self._closed, self._handing = False, threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="specdec-llm", daemon=True)
         self._thread.start()
@@ -190,11 +191,13 @@ class LLM:
 
     def close(self) -> None:
         """End the engine's thread and let go of the model."""
-        if self._thread.is_alive():
+        with self._handing:  # what the loop was given before, it ends; it is given no more
+            first, self._closed = not self._closed, True
+        if first:
             self._runner.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
             atexit.unregister(self.close)
+        self._thread.join()
 
     def __enter__(self) -> LLM:
         return self
@@ -219,10 +222,11 @@ class LLM:
             raise
 
     def _submitted(self, work: Coroutine[Any, Any, Value]) -> Future[Value]:
-        if not self._thread.is_alive():
-            work.close()
-            raise UserError(CLOSED)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._handing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise UserError(CLOSED)
 
     async def _open(self) -> None:
         self._room = asyncio.Semaphore(self.model.target.slots + WAITING)
@@ -290,7 +294,7 @@ class LLM:
                 put(chunk)
         except Exception as failure:
             put(failure)
-        except asyncio.CancelledError:  # by `close`, or by the reader, who has gone then
+        except asyncio.CancelledError:  # by `close`, or by the reader, which has gone then
             put(UserError(CLOSED))
             raise
 

@@ -39,10 +39,7 @@ class Chat:
     def messages(self) -> list[dict[str, Any]]:
         """The messages as templates read them; contents of several parts are as they were given."""
         pairs = zip(self._request.messages, self._conversation.messages, strict=True)
-        return [
-            read.for_template() | ({"content": given["content"]} if _has_parts(given) else {})
-            for read, given in pairs
-        ]
+        return [_with_parts(read.for_template(), given) for read, given in pairs]
 
     @property
     def template_values(self) -> dict[str, Any]:
@@ -98,6 +95,14 @@ def _in_one_part(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     return dict(message) | ({"content": ""} if _has_parts(message) else {})
+
+
+def _with_parts(read: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """With the parts that were given, before what the schema made a text of, as of a refusal."""
+    if not _has_parts(given):
+        return read
+    beside = [{"text": read["content"]}] if read["content"] else []
+    return read | {"content": [*given["content"], *beside]}
 
 
 def _has_parts(message: Mapping[str, Any]) -> bool:

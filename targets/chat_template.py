@@ -3,27 +3,65 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import BuiltinMethodType, CodeType
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 
 from specdec.core.errors import UserError
 from targets.json_files import read_object
 
 PROBE = "specdecprobe"
 """A part's text, for `ChatTemplate.reads_parts`."""
+MOST_STEPS = 8_000_000
+"""Steps that rendering may take, some 3 seconds of a core. Google's template looks at all messages
+anew for each one that is no tool's: 1,000 turns with a tool take 3 million."""
+LOOK_EVERY = 1024
+"""Steps between two looks at the budget."""
+READING = {
+    dict: frozenset({"get", "items", "keys", "values"}),
+    str: frozenset({"endswith", "lower", "replace", "split", "startswith", "strip", "upper"}),
+}
+"""Methods of plain types that templates call all the time; they change nothing."""
+JINJAS_OWN = frozenset({"_loop_vars", "_block_vars"})
+"""Arguments that compiled loops add to every call, for functions of Jinja's."""
+
+_given_up: ContextVar[Callable[[], bool]] = ContextVar("given_up", default=lambda: False)
 
 
 class RenderedTooLong(UserError):
     """A chat's text is longer than its caller has room for: rendering stopped there."""
+
+
+class TooManySteps(RenderedTooLong):
+    """The chat template takes longer for these messages than any chat may."""
+
+
+class Abandoned(Exception):
+    """The chat's text is not needed any more: rendering stopped."""
+
+
+@contextmanager
+def abandoned_when(asked: Callable[[], bool]) -> Iterator[None]:
+    """Within this block rendering raises Abandoned soon after `asked` returns True, as when another
+    thread has noticed that the client left."""
+    token = _given_up.set(asked)
+    try:
+        yield
+    finally:
+        _given_up.reset(token)
 
 
 class ChatTemplate:
@@ -39,8 +77,9 @@ class ChatTemplate:
         max_characters: int | None = None,
     ) -> str:
         """The prompt text of a chat, with the header of the model's turn unless the values turn it
-        off. Raises UserError where there is no template or it refuses the messages, and
-        RenderedTooLong once the text has more than `max_characters`."""
+        off. Raises UserError where there is no template or it refuses the messages,
+        RenderedTooLong once the text has more than `max_characters`, TooManySteps where the
+        template is not done within its budget, and Abandoned (see `abandoned_when`)."""
         if self.text is None:
             raise UserError(
                 "this checkpoint has no chat template (no chat_template.jinja, no chat_template "
@@ -49,7 +88,8 @@ class ChatTemplate:
         # templates test these by `is not none`, as transformers gives them
         values = {"tools": None, "documents": None, "add_generation_prompt": True, **values}
         try:
-            return _joined(self._compiled.generate(messages=messages, **values), max_characters)
+            template = self._for_one_render()
+            return _joined(template.generate(messages=messages, **values), max_characters)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UserError(
                 f"the checkpoint's chat template refuses these messages: {error}; "
@@ -75,10 +115,19 @@ class ChatTemplate:
             return False
         return PROBE in text and "'text'" not in text
 
+    def _for_one_render(self) -> jinja2.Template:
+        """The template in an environment of its own, which counts the steps of one render."""
+        environment, code = self._compiled
+        own = environment.overlay()
+        assert isinstance(own, _Environment)
+        own.begin()
+        return jinja2.Template.from_code(own, code, own.make_globals(None))
+
     @cached_property
-    def _compiled(self) -> jinja2.Template:
+    def _compiled(self) -> tuple[jinja2.Environment, CodeType]:
         """Compiled once: that takes longer than rendering most chats."""
-        return _environment().from_string(self.text or "")
+        environment = _environment()
+        return environment, environment.compile(self.text or "")
 
 
 def _joined(parts: Iterable[str], most: int | None) -> str:
@@ -117,12 +166,74 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> jinja2.Environment:
+class _Names(dict[str, Any], jinja2.utils.Namespace):
+    """`namespace(...)` of templates. Jinja's own takes several times as long to read."""
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which counts the look-ups and calls of one render: loops that take long have
+    some in each turn. With short ways for plain values: the sandbox's checks were most of the
+    time, as a further call in each would be."""
+
+    _steps = 0
+    _asked: Callable[[], bool]
+
+    def begin(self) -> None:
+        self._steps, self._asked = 0, _given_up.get()
+
+    def _look(self) -> None:
+        if self._steps > MOST_STEPS:
+            raise TooManySteps(
+                "the chat template takes too many steps for these messages: send fewer messages "
+                "and tool calls"
+            )
+        if self._asked():
+            raise Abandoned
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._steps += 1
+        if not self._steps % LOOK_EVERY:
+            self._look()
+        if type(obj) is _Names and attribute in obj:
+            return obj[attribute]
+        if type(obj) is dict and attribute == "get":
+            return obj.get
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._steps += 1
+        if not self._steps % LOOK_EVERY:
+            self._look()
+        try:
+            return obj[argument]
+        except (TypeError, LookupError):
+            return super().getitem(obj, argument)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._steps += 1
+        if not self._steps % LOOK_EVERY:
+            self._look()
+        # `getattr` hands out no method that changes a value
+        if type(function) is BuiltinMethodType and type(function.__self__) in READING:
+            for name in JINJAS_OWN.intersection(kwargs):
+                del kwargs[name]
+            return function(*args, **kwargs)
+        return super().call(context, function, *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        kind = type(obj)
+        if kind is jinja2.runtime.LoopContext and not attr.startswith("_"):
+            return True
+        return attr in READING.get(kind, ()) or super().is_safe_attribute(obj, attr, value)
+
+
+def _environment() -> _Environment:
     """The environment that transformers gives a chat template: sandboxed, with three helpers."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
+    environment.globals["namespace"] = _Names
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

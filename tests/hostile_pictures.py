@@ -1,5 +1,5 @@
-"""Hostile pictures: cut, mutated, of wrong types, of other sizes than they say. Each is seen or
-refused in one line, and the process takes little more memory.
+"""Hostile pictures: cut, mutated, of wrong types, of other sizes than their headers have. Each is
+seen or refused in one line, and the process takes little more memory.
 
     python -m tests.hostile_pictures --count 10000
 """

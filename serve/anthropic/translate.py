@@ -22,7 +22,7 @@ from serve.anthropic.schema import (
 )
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
-from serve.foreign import PICTURES, line_of
+from serve.foreign import PICTURES, check_newest, line_of
 from serve.schema import translated
 
 log = logging.getLogger("specdec.serve")
@@ -57,6 +57,7 @@ def chat_of(wire: PromptRequest) -> ChatRequest:
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
     if wire.messages[-1].role == "assistant":
         _check_beginning(wire.messages[-1])
+        check_newest([turn.model_dump() for turn in wire.messages[:-1]], "messages")
         values["continue_final_message"] = True
     if isinstance(wire, MessagesRequest):
         values |= {"stream": wire.stream, "stop": wire.stop_sequences or None}

@@ -43,7 +43,7 @@ class NamespaceTool(BaseModel):
 
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1)]
-    description: str = ""
+    description: str | None = None
     tools: Annotated[list[FunctionTool], BeforeValidator(only_functions)] = []
 
 

@@ -40,7 +40,9 @@ class _File(NamedTuple):
 def _read() -> dict[str, _File]:
     found = {}
     for entry in files(__package__ or "").joinpath("static").iterdir():
-        kind = TYPES[entry.name.rpartition(".")[2]]
+        kind = TYPES.get(entry.name.rpartition(".")[2])
+        if kind is None:  # an editor's copy, or a desktop's notes
+            continue
         body = entry.read_bytes()
         found[entry.name] = _File(body, kind, f'"{sha256(body).hexdigest()[:16]}"')
     return found

@@ -9,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from specdec.core.kept import kept_folder
 from specdec.core.writing import beside
 from targets.shards import shard_names
 
-KEPT = Path.home() / ".cache" / "specdec" / "digests"
+KEPT = kept_folder("digests")
 """Where digests are kept, a file for each checkpoint folder."""
 BESIDE = ("config.json", "hf_quant_config.json")
-"""Files that say how weights are read."""
+"""Files with the form of the weights."""
 THREADS = 8
 """Files that are read at once; hashing leaves Python's lock."""
 

@@ -103,7 +103,7 @@ def _receipt(identity: Identity, seq: Sequence, ended: Ended) -> Receipt:
 
 
 def _witnesses(logprobs: Seqs[TokenLogprob] | None) -> dict[str, Any]:
-    """What speaks for the weights beside the ids."""
+    """Evidence of the weights beside the ids."""
     if logprobs is None:
         return {}
     return {

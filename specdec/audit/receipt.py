@@ -67,7 +67,7 @@ class ModelPart(Part):
     name: Name
     """For people; not compared."""
     weights: Annotated[dict[Name, Digest], Field(max_length=4096)]
-    """sha256 of each file of weights, and of those that say how to read them, by file name."""
+    """sha256 of each file of weights, and of those with their form, by file name."""
     tokenizer: Digest
     template: Digest
     """Of the chat template. For people: the prompt is ids."""

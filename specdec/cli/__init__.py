@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+from io import TextIOWrapper
 
 from cyclopts import App, CycloptsError
 
@@ -160,8 +161,17 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
 
 
+def _any_text() -> None:
+    """What a terminal's encoding lacks is written escaped, and what is no text in it is read as
+    parts of characters, which are refused where they are used."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
+
+
 def _run(arguments: list[str]) -> None:
     check_packages()
+    _any_text()
     arguments, file = take_config(arguments)
     sources = [] if file is None else [read_config(file, COMMANDS)]
     app.config = [*sources, check_whole]

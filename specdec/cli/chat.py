@@ -51,7 +51,12 @@ class Talk:
 
     def ask(self, text: str) -> Generator[Chunk]:
         self.messages.append({"role": "user", "content": text})
-        yield from self._answered()
+        try:
+            yield from self._answered()
+        except UserError:
+            if self.messages[-1]["role"] == "user":  # refused: what comes next goes without it
+                self.messages.pop()
+            raise
 
     def again(self) -> Generator[Chunk]:
         if self.messages and self.messages[-1]["role"] == "assistant":

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 GROWN_BYTES = 32 << 20
 """Growth of a grammar's tables after which texts leave them for new ones. A schema of a few hundred
-bytes can take 20 MB for each text; those of the agents that we know stay below 3 MB."""
+bytes can take 20 MB for each text; those of common agents stay below 3 MB."""
 BYTES_PER_STEP = 16
 """Of a lexer's tables, for each of its steps (measured: 15 to 17)."""
 BYTES_PER_CHARACTER = 150

@@ -9,4 +9,4 @@ class UserError(Exception):
 
 
 class TooLarge(UserError):
-    """What was asked for does not fit: fewer slots, a smaller K or a shorter context may."""
+    """What was configured does not fit: fewer slots, a smaller K or a shorter context may."""

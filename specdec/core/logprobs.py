@@ -24,7 +24,7 @@ class StepLogprobs:
         self._top_ids, self._top_logprobs = rows.top_ids, rows.top_logprobs
 
     def of(self, seq: Sequence, row: int, count: int) -> tuple[TokenLogprob, ...] | None:
-        """Of a row's first `count` tokens; None where its sequence asks for none."""
+        """Of a row's first `count` tokens; None where its sequence has none."""
         best = seq.sampling.logprobs
         if best is None:
             return None

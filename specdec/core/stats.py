@@ -50,7 +50,7 @@ class Guesses:
 
 @dataclass
 class Drafts:
-    """Verify passes of one source of guesses, by who made the draft's first guess."""
+    """Verify passes of one source of guesses, by the drafter of the draft's first guess."""
 
     passes: int = 0
     emitted: int = 0

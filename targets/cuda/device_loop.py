@@ -394,7 +394,7 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
 
 
 def rounds(cycle_: Launched | None, seqs: Seqs[Sequence]) -> list[Round]:
-    """What the engine is told of the cycle that is read, if any."""
+    """What the engine gets of the cycle that is read, if any."""
     return [] if cycle_ is None else [_round(cycle_, seqs)]
 
 

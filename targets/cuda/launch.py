@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from specdec.core.errors import UserError
+from specdec.core.kept import kept_folder
 from specdec.core.writing import beside
 
 SOURCES = Path(__file__).parent / "kernels"
@@ -109,7 +110,7 @@ class Library:
 
     def __init__(self, variants: set[Variant], folder: Path | None = None) -> None:
         cuda = driver()
-        folder = folder or Path.home() / ".cache" / "specdec" / "kernels"
+        folder = folder or kept_folder("kernels")
         version = call(cuda.cuDriverGetVersion())
         ordered = sorted(variants, key=repr)
         with ThreadPoolExecutor() as pool:

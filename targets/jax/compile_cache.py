@@ -16,9 +16,10 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from specdec.core.errors import UserError
+from specdec.core.kept import kept_folder
 
 log = logging.getLogger("specdec.cache")
-PROGRAMS = Path.home() / ".cache" / "specdec" / "xla"
+PROGRAMS = kept_folder("xla")
 """Where compiled programs are kept unless --cache names a folder."""
 _ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 _FOUND = "/jax/compilation_cache/cache_hits"

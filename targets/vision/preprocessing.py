@@ -236,7 +236,7 @@ def _png_exif(data: bytes) -> bytes:
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    """In RGB: turned as EXIF says, transparency on white."""
+    """In RGB: turned by EXIF, transparency on white."""
     see_through = image.info.get("transparency") is not None
     if image.mode in GREYS_OF_16_BITS:
         image, see_through = _grey_of_16_bits(image), False

@@ -37,7 +37,7 @@ class SoftTokens:
 
     def parts(self, picture: Picture, reuse: Reuse | None) -> Iterator[Array | None]:
         """None once the picture has been encoded, if it had to be, then its rows. Callers of other
-        scopes share nothing: the time would tell that a picture was seen before."""
+        scopes share nothing: the time would show that a picture was seen before."""
         key = ("" if reuse is None else reuse.scope, picture.digest)
         if reuse is not None and key in self._kept:
             self._kept.move_to_end(key)

@@ -1,5 +1,5 @@
 """A GPU without memory for what a draft head does: the request that needed it fails, or keeping its
-prompt is skipped, and everyone else goes on. On the CUDA target's references."""
+prompt is skipped, and all others go on. On the CUDA target's references."""
 
 from __future__ import annotations
 

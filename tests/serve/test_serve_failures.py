@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from serve import generation
 from tests.support.serving import (
     CHAT,
     LONG,
@@ -144,6 +145,43 @@ def test_shutdown_tells_whoever_still_waits():
         assert "shutting down" in waiting.result().json()["error"]["message"]
 
 
+REQUESTS = (
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+)
+
+
+def test_requests_that_only_score_are_counted(server):
+    """As lm-eval sends them; beside choices a scoring sequence is none of its own."""
+    labels = f'engine="0",model_name="{MODEL}"'
+    ended = f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{MODEL}"}}'
+    read = f"vllm:prompt_tokens_total{{{labels}}}"
+    waited = f"vllm:request_queue_time_seconds_count{{{labels}}}"
+    before = server.metrics()
+    ask = {"prompt": ["abab", "a"], "echo": True, "logprobs": 1, "max_tokens": 0}
+    assert server.post("completions", **ask).status_code == 200
+    after = server.metrics()
+    assert after[read] - before[read] == 7  # with a beginning each
+    assert after[ended] - before[ended] == 2 == after[waited] - before[waited]
+    assert server.post("completions", prompt="abab", prompt_logprobs=1, max_tokens=3).is_success
+    last = server.metrics()
+    assert last[read] - after[read] == 5
+    assert last[waited] - after[waited] == 1
+
+
+def test_the_first_tokens_time_begins_when_the_request_came(server, monkeypatch):
+    """Not when it was ready for the engine: reading and encoding it are part of the wait."""
+    name = f'vllm:time_to_first_token_seconds_sum{{engine="0",model_name="{MODEL}"}}'
+    before, plan = server.metrics()[name], generation.plan
+    monkeypatch.setattr(generation, "plan", lambda *given: time.sleep(0.5) or plan(*given))
+    assert server.post("completions", prompt="ab", max_tokens=1).is_success
+    assert server.metrics()[name] - before >= 0.5
+
+
 def test_metrics_have_vllms_names_and_the_engines_counts(server):
     labels = f'{{engine="0",model_name="{MODEL}"}}'
     before, counts_before = server.metrics(), server.runner.engine.acceptance.accepted
@@ -169,7 +207,10 @@ def test_metrics_have_vllms_names_and_the_engines_counts(server):
         return after[key] - before[key]
 
     assert grown("vllm:prompt_tokens_total") == 15 and grown("vllm:generation_tokens_total") == 50
-    assert grown("vllm:time_to_first_token_seconds_count") == 1
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", *REQUESTS):
+        assert grown(f"vllm:{name}_count") == 1
+    assert grown("vllm:request_prompt_tokens_sum") == 15
+    assert grown("vllm:request_generation_tokens_sum") == 50
     assert grown("vllm:request_success_total", 'finished_reason="length",') == 1
     assert after[f"vllm:num_requests_running{labels}"] == 0
     assert after[f"vllm:num_requests_waiting{labels}"] == 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
 
 from serve.errors import ApiError
+from serve.foreign import line_of
 from specdec.core.errors import UserError
 from targets.tokenizer import Tokenizer
 from tests.support.chats import chat_of_body, prompt_of
@@ -157,6 +159,51 @@ def test_what_cannot_be_read_is_a_line_of_text_in_results(api, part, tokenizer):
     assert "R1" in text and part["type"] in text and PNG not in text
 
 
+LONG_TEXTS = [
+    "東京は日本の首都である。" * 60,
+    "도쿄는일본의수도이다" * 60,
+    "กรุงเทพมหานครเป็นเมืองหลวง" * 40,
+    ",".join(f"{i},error{i}" for i in range(300)),
+    "var a=function(b){return b.c};" * 60,
+    json.dumps({f"key{i}": i for i in range(300)}, separators=(",", ":")),
+    "data: 3 errors, " * 60,
+    "https://example.org/" + "a/b.c?" * 200,
+]
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS, ids=lambda text: text[:9])
+def test_a_long_text_without_blanks_is_no_data(text, tokenizer):
+    found = {"type": "search_result", "title": "x", "content": [{"type": "text", "text": text}]}
+    line = line_of(found)
+    assert json.dumps(text, ensure_ascii=False) in line and "of data" not in line
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": text}
+    assert text.replace('"', r"\"") in prompt("responses", tokenizer, USER, output, USER)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"3 errors in {PNG}, 2 warnings", f"3 errors in ({len(PNG)} characters of data), 2 warn"),
+        (f"首都{PNG}東京", f"首都({len(PNG)} characters of data)東京"),
+        (f"see {PICTURE} and {PICTURE}.", f"see ({len(PICTURE)} characters of data) and ("),
+        (f"![{PICTURE}](東京)", f"![({len(PICTURE)} characters of data)](東京)"),
+        ("data:image/png;base64,iVBORw0KGgo=", "(34 characters of data)"),
+        ("data:;base64,iVBORw0KGgo= below", "(25 characters of data) below"),
+        ("data:text/plain,a%20b", "(21 characters of data)"),
+        ("a-b_c/" * 84, "(504 characters of data)"),
+        ("a" * 500, "a" * 500),
+    ],
+)
+def test_of_data_the_run_alone_is_left_out(text, shown):
+    assert shown in line_of({"type": "made_up", "of": text})
+
+
+def test_runs_are_found_in_one_pass():
+    began = time.process_time()
+    line_of({"type": "made_up", "of": ("a" * 499 + ".") * 8000 + "data:" * 10**5})
+    assert time.process_time() - began < 2
+
+
 @pytest.mark.parametrize("api", FORMS)
 def test_a_picture_in_the_newest_message_is_refused_by_name(api):
     part = PARTS[api][0]
@@ -165,6 +212,47 @@ def test_a_picture_in_the_newest_message_is_refused_by_name(api):
     with pytest.raises(ApiError, match="images are not supported") as refused:
         prompt_of(api, body, tokenizer_with("mini"))
     assert refused.value.status == 400 and part["type"] in refused.value.message
+
+
+def user_with(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+BRIEF = {"role": "system", "content": "Be brief"}
+SAID = {"role": "assistant", "content": "Yes"}
+BEHIND: list[list[dict[str, Any]]] = [[BRIEF], [USER], [USER, BRIEF, USER], [BRIEF, BRIEF]]
+
+
+@pytest.mark.parametrize("behind", BEHIND, ids=lambda behind: "-".join(m["role"] for m in behind))
+@pytest.mark.parametrize("before", [[], [USER], [USER, SAID], [USER, SAID, USER, BRIEF]])
+@pytest.mark.parametrize(("api", "part"), [(api, part) for api in FORMS for part in PARTS[api]])
+def test_what_cannot_be_read_is_refused_in_all_new_messages(api, part, before, behind):
+    """Those behind the model's last one: clients send a picture and its question as two, or append
+    a reminder."""
+    messages = [*before, user_with(part), *behind]
+    with pytest.raises(ApiError) as refused:
+        prompt_of(api, body_of(api, *messages), tokenizer_with("mini"))
+    assert refused.value.status == 400 and repr(part["type"]) in refused.value.message
+
+
+@pytest.mark.parametrize("api", FORMS)
+def test_new_messages_begin_behind_a_tools_result(api, tokenizer):
+    """What stands directly behind it was attached by the agent, what follows is the user's own."""
+    part, (call, result) = PARTS[api][-1], called(api, {} if api == "messages" else "{}", "R1")
+    attached = [USER, call, result, user_with(part)]
+    for behind in ([], [BRIEF], [USER], [BRIEF, USER]):
+        text = prompt(api, tokenizer, *attached, *behind)
+        assert "R1" in text and "tomorrow" in text
+    assert "tomorrow" in prompt(api, tokenizer, USER, call, result, BRIEF, user_with(part))
+    with pytest.raises(ApiError, match="made_up"):
+        prompt(api, tokenizer, *attached, user_with(part))
+
+
+@pytest.mark.parametrize("part", PARTS["messages"], ids=lambda part: part["type"])
+def test_a_part_before_an_answer_that_was_begun_is_refused(part):
+    body = body_of("messages", user_with(part), SAID)
+    with pytest.raises(ApiError, match=repr(part["type"])):
+        prompt_of("messages", body, tokenizer_with("mini"))
 
 
 @pytest.mark.parametrize("api", FORMS)
@@ -176,6 +264,77 @@ def test_a_picture_that_a_tool_shows_is_not_refused(api, tokenizer):
         shown, result = {"role": "user", "content": [*result["content"], part]}, USER
     text = prompt(api, tokenizer, USER, call, *([] if api == "messages" else [result]), shown)
     assert "R1" in text and part["type"] in text
+
+
+NO = "I can't help with that."
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {"role": "assistant", "content": None, "refusal": NO}),
+    ("chat", {"role": "assistant", "refusal": NO}),
+    ("chat", {"role": "assistant", "content": "", "refusal": NO, "tool_calls": None}),
+    ("chat", {"role": "assistant", "content": [{"type": "refusal", "refusal": NO}]}),
+    ("responses", {"role": "assistant", "content": [{"type": "refusal", "refusal": NO}]}),
+]
+
+
+@pytest.mark.parametrize(("api", "said"), REFUSED)
+def test_what_the_model_refused_with_is_kept(api, said, tokenizer):
+    text = prompt(api, tokenizer, USER, said, USER)
+    assert text.count(NO) == 1 and "refusal" not in text
+
+
+def test_a_refusal_follows_the_text_that_was_said_before_it(tokenizer):
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": NO}]
+    for said in ({"content": "Well.", "refusal": NO}, {"content": parts}):
+        assert f"Well.\n{NO}" in prompt(
+            "chat", tokenizer, USER, {"role": "assistant", **said}, USER
+        )
+    both = {"role": "assistant", "content": parts, "refusal": NO}
+    assert prompt("chat", tokenizer, USER, both, USER).count(NO) == 1
+
+
+def test_a_refusal_is_the_models_alone(tokenizer):
+    assert NO not in prompt("chat", tokenizer, {**USER, "refusal": NO})
+    silent = {"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}
+    assert prompt("chat", tokenizer, USER, silent, USER)
+    assert prompt(
+        "chat", tokenizer, USER, {"role": "assistant", "content": "Yes", "refusal": 5}, USER
+    )
+
+
+THOUGHT = {"type": "thinking", "thinking": "I weigh.", "signature": "c2VjcmV0"}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [THOUGHT, {"type": "text", "text": "Yes."}],
+        [{"type": "redacted_thinking", "data": PNG}, THOUGHT, {"type": "text", "text": "Yes."}],
+        [THOUGHT],
+    ],
+)
+def test_parts_with_thoughts_are_thoughts(parts, tokenizer):
+    """As blocks of Anthropic's API are: the same prompt."""
+    said = {"role": "assistant", "content": parts}
+    request = chat_of_body("chat", body_of("chat", USER, said, USER))
+    assert request.messages[1].reasoning_content == "I weigh."
+    assert prompt("chat", tokenizer, USER, said, USER) == prompt(
+        "messages", tokenizer, USER, said, USER
+    )
+    call, result = called("chat", "{}", "R1")
+    thought = called("chat", "{}", "R1")[0] | {"content": parts}
+    same = call | {"content": [p for p in parts if p["type"] == "text"]}
+    same["reasoning_content"] = "I weigh."
+    text = prompt("chat", tokenizer, USER, thought, result)
+    assert text == prompt("chat", tokenizer, USER, same, result) and "secret" not in text
+
+
+def test_thoughts_in_parts_come_behind_those_beside_them(tokenizer):
+    said = {"role": "assistant", "content": [THOUGHT, THOUGHT], "reasoning_content": "First."}
+    (_, message, _) = chat_of_body("chat", body_of("chat", USER, said, USER)).messages
+    assert message.reasoning_content == "First.\nI weigh.\nI weigh." and not message.text
+    again = {"role": "assistant", "content": [THOUGHT], "reasoning_content": "I weigh."}
+    (_, message, _) = chat_of_body("chat", body_of("chat", USER, again, USER)).messages
+    assert message.reasoning_content == "I weigh."
 
 
 @pytest.mark.parametrize("item", FOREIGN_ITEMS, ids=lambda item: item["type"])

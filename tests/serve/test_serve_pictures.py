@@ -4,7 +4,12 @@ in one line where they can't be read."""
 from __future__ import annotations
 
 import base64
+import http.client
 import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import anthropic
@@ -331,6 +336,8 @@ class _Reply:
 class _Connection:
     """A connection that answers without a network."""
 
+    sock = None
+
     def __init__(self, reply: _Reply) -> None:
         self._reply, self.asked = reply, []
 
@@ -416,6 +423,30 @@ def test_what_a_host_answers_is_judged(monkeypatch, reply, words):
         fetch("https://pictures.example.org/a.png")
 
 
+def test_a_head_that_comes_byte_by_byte_is_cut(monkeypatch):
+    """It is read as a whole, and each byte comes in time."""
+    resolving(monkeypatch, "93.184.216.34")
+    monkeypatch.setattr(picture_urls, "DEADLINE", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+
+        def drip() -> None:
+            with suppress(OSError), listening.accept()[0] as client:
+                client.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+                for _ in range(100):
+                    client.sendall(b"a")
+                    time.sleep(0.05)
+                client.sendall(b"\r\nContent-Length: 1\r\n\r\na")
+
+        dripping = pool.submit(drip)
+        connection = http.client.HTTPConnection("pictures.example.org")
+        connection.sock = socket.socket()
+        connection.sock.connect(listening.getsockname())
+        fetch = picture_urls.fetcher(["pictures.example.org"], lambda *_: connection)
+        with pytest.raises(ApiError, match="did not send the picture|comes too slowly"):
+            fetch("https://pictures.example.org/a.png")
+        dripping.result(30)
+
+
 def test_hosts_are_names():
     for host in ("https://example.org", "example.org/path", "", ".", "a b", "*.example.org"):
         with pytest.raises(UserError, match="--image-hosts"):
@@ -451,7 +482,16 @@ def test_the_python_door_reads_paths_and_bytes(folder, sight, tmp_path):
         )
         for image in (ONE, str(file), file)
     ]
+    urls = [
+        {"type": "image_url", "image_url": URL},
+        {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}},
+        {"type": "input_image", "image_url": URL},
+        block(ONE),
+        {"type": "image", "image": ONE},
+    ]
+    found += [door_prompt(asked(part), tokenizer, vision) for part in urls]
     over_http = prompt_of(folder, sight, asked({"type": "image_url", "image_url": URL}))
+    assert {prompt.files[0].file.data for prompt in found} == {ONE}
     assert {tuple(prompt.ids) for prompt in found} == {tuple(over_http.ids)}
     plain = door_prompt([{"role": "user", "content": ASK}], tokenizer, vision)
     assert not plain.files and plain.ids == tokenizer.encode_chat(asked())
@@ -465,6 +505,12 @@ def test_the_python_door_reads_paths_and_bytes(folder, sight, tmp_path):
         ([{"role": "user", "content": [{"image": b"7"}]}], vision, "PNG, JPEG"),
         ([{"role": "system", "content": [{"image": ONE}]}], vision, "users and tools"),
         ([{"role": "user", "content": [{"image": ONE}]}], None, "takes no pictures"),
+        (asked({"type": "image_url", "image_url": URL}), None, "takes no pictures"),
+        (asked({"type": "image_url", "image_url": "https://a.org/b"}), vision, "fetches none"),
+        (asked({"type": "image_url", "image_url": {"file": 1}}), vision, "no file ids"),
+        (asked({"type": "image_url", "image_url": "data:image/png,x"}), vision, ";base64"),
+        (asked({"type": "image_url", "image_url": URL, "detail": "best"}), vision, "auto, low"),
+        (asked({"type": "input_audio"}), vision, "a part is a text"),
     ]
     for messages, own, words in refusals:
         with pytest.raises(UserError, match=words):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
+from typing import Any
 
 import httpx
 import pytest
@@ -14,13 +16,26 @@ from serve.body import SPARE_CONTAINERS
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
 from serve.grammars import PER_CALLER, GrammarQueue
-from serve.lanes import LARGE_WAITING, MEDIUM_BYTES, MEDIUM_THREADS, SMALL_BYTES, Lanes
+from serve.lanes import (
+    LARGE_OF_A_KEY,
+    LARGE_WAITING,
+    MEDIUM_BYTES,
+    MEDIUM_THREADS,
+    MEDIUM_WAITING,
+    SMALL_BYTES,
+    SMALL_WAITING,
+    Lanes,
+)
+from serve.messages import MOST_CALLS
 from serve.prompts import encode, written_bytes
 from serve.responses.namespaces import Names
 from serve.schema import parse
-from targets.chat_template import ChatTemplate, RenderedTooLong
+from specdec.core.errors import UserError
+from targets.chat_template import MOST_STEPS, ChatTemplate, RenderedTooLong
 from tests.support.chats import chat_of_body
+from tests.support.constrained import mini_tokenizer
 from tests.support.serving import TOKENIZER, ServedTarget, serving
+from tests.support.templates import template_text, tokenizer_with, with_template
 
 USER = {"role": "user", "content": "a"}
 MAX_LEN = 512
@@ -131,6 +146,121 @@ def test_rendering_stops_where_the_text_is_too_long():
     assert len(template.render([{"content": "ten chars."}] * 10, {}, 100)) == 100
 
 
+def called(turns: int, calls: int = 1, result: str = "done") -> list[dict[str, Any]]:
+    """A session: in each turn so many calls and their results."""
+    found: list[dict[str, Any]] = [USER]
+    for turn in range(turns):
+        ids = [f"{turn}-{number}" for number in range(calls)]
+        function = {"name": "f", "arguments": '{"path": "a.py"}'}
+        made = [{"id": own, "type": "function", "function": function} for own in ids]
+        found.append({"role": "assistant", "content": "", "tool_calls": made})
+        found += [{"role": "tool", "tool_call_id": own, "content": result} for own in ids]
+    return found
+
+
+def chat(messages: list[dict[str, Any]]) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": messages}).encode())
+
+
+def test_a_session_of_a_thousand_calls_is_rendered():
+    """With a template that looks at all messages for each, in a context that they nearly fill."""
+    tokenizer = with_template(template_text("looks_at_all"))
+    began = time.process_time()
+    (prompt,) = encode(chat(called(1000, result="word " * 40)), tokenizer, 131_072)
+    assert 100_000 < len(prompt.ids) and time.process_time() - began < 20
+
+
+def test_rendering_has_a_budget(monkeypatch):
+    """Such loops yield no text: they would go on for hours."""
+    monkeypatch.setattr("targets.chat_template.MOST_STEPS", MOST_STEPS // 16)
+    tokenizer = with_template(template_text("looks_at_all"))
+    with pytest.raises(ApiError, match="the chat template takes too many steps") as refusal:
+        encode(chat(called(1000)), tokenizer, 131_072)
+    assert refusal.value.status == 400 and refusal.value.code == "context_length_exceeded"
+    assert refusal.value.param == "messages"
+    with pytest.raises(UserError, match="send fewer messages and tool calls"):
+        tokenizer.chat_pieces([USER] * 1500)
+
+
+def test_the_budget_is_of_one_rendering(monkeypatch):
+    monkeypatch.setattr("targets.chat_template.MOST_STEPS", 1024)
+    for _ in range(99):
+        mini_tokenizer().render([USER] * 9)
+
+
+@pytest.mark.parametrize("name", ["mini", "looks_at_all"])
+def test_as_many_calls_as_a_message_may_have_are_rendered(name):
+    tokenizer = tokenizer_with("mini") if name == "mini" else with_template(template_text(name))
+    assert encode(chat(called(1, MOST_CALLS, "r")), tokenizer, 131_072)
+
+
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_a_message_has_only_so_many_calls(api):
+    count, body = MOST_CALLS + 1, {"model": "m", "max_tokens": 1}
+    if api == "chat":
+        body = {"messages": called(1, count)}
+    elif api == "messages":
+        uses = [{"type": "tool_use", "id": str(i), "name": "f", "input": {}} for i in range(count)]
+        body["messages"] = [USER, {"role": "assistant", "content": uses}, USER]
+    else:
+        call = {"type": "function_call", "name": "f", "arguments": "{}"}
+        body = {"input": [USER, *(call | {"call_id": str(i)} for i in range(count))]}
+    with pytest.raises(ApiError, match=f"at most {MOST_CALLS} items") as refusal:
+        chat_of_body(api, body)
+    assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(a=1) }}",
+        "{{ messages[0].pop('role') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0].get.__self__.clear() }}",
+        "{{ namespace(a=1).__class__.__mro__ }}",
+        "{{ namespace(a=1).update(b=2) }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{% for m in messages %}{{ loop.__class__.__mro__ }}{% endfor %}",
+        "{% for m in messages %}{{ loop._iterator.gi_frame }}{% endfor %}",
+    ],
+)
+def test_templates_stay_in_their_sandbox(text):
+    messages = [dict(USER)]
+    with pytest.raises(UserError, match="unsafe"):
+        ChatTemplate(text).render(messages, {})
+    assert messages == [USER]
+
+
+def test_a_namespace_is_what_jinja_has():
+    text = (
+        "{% set found = namespace(items=1, get=2) %}{% set found.other = 3 %}"
+        "{{ found.items }}{{ found.get }}{{ found['other'] }}{{ found.none is undefined }}"
+    )
+    assert ChatTemplate(text).render([], {}) == "123True"
+
+
+def test_what_nobody_waits_for_is_not_rendered_to_its_end(monkeypatch):
+    """A client that left: its rendering would hold the thread of all large bodies."""
+    monkeypatch.setattr("targets.chat_template.MOST_STEPS", 10**12)
+    template = ChatTemplate(template_text("looks_at_all"))
+    begun = threading.Event()
+
+    def endless() -> None:
+        begun.set()
+        template.render([USER] * 50_000, {})
+
+    async def main() -> None:
+        lanes = Lanes()
+        left = asyncio.create_task(lanes.prepare(MEDIUM_BYTES + 1, endless))
+        await asyncio.to_thread(begun.wait, 60)
+        left.cancel()
+        await asyncio.wait_for(lanes.prepare(MEDIUM_BYTES + 1, len, ""), 10)
+        assert left.cancelled()
+
+    asyncio.run(main())
+
+
 def test_counting_ends_early():
     assert written_bytes({"a": ["bcd", {"é": 1}], "n": 7}, 100) == 7
     assert written_bytes(["x"] * 10**6, 10) == 11
@@ -191,6 +321,56 @@ def test_only_so_many_large_bodies_are_read_at_once():
     with pytest.raises(ApiError):
         asyncio.run(lanes.prepare(MEDIUM_BYTES + 1, len, ""))
     assert asyncio.run(lanes.prepare(MEDIUM_BYTES, len, "")) == 0
+
+
+def test_one_keys_uploads_leave_room_for_others():
+    lanes = Lanes()
+    held = [lanes.admitted(None, "1") for _ in range(LARGE_OF_A_KEY)]
+    for one in held:
+        one.__enter__()
+    with pytest.raises(ApiError, match="of this API key"), lanes.admitted(None, "1"):
+        pass
+    with lanes.admitted(1, "1"), lanes.admitted(None, "2"):
+        pass
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, SMALL_WAITING), (MEDIUM_BYTES, MEDIUM_WAITING)])
+def test_only_so_many_smaller_requests_wait(size, most):
+    async def main() -> None:
+        lanes, release = Lanes(), threading.Event()
+        works = [asyncio.create_task(lanes.prepare(size, release.wait, 60)) for _ in range(most)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refusal:
+            await lanes.prepare(size, len, "")
+        assert refusal.value.status == 429 and "Retry-After" in refusal.value.headers
+        works.pop().cancel()  # it waits behind the others
+        await asyncio.sleep(0)
+        one_more = asyncio.create_task(lanes.prepare(size, len, ""))
+        await asyncio.sleep(0)
+        release.set()
+        assert await one_more == 0 and all(await asyncio.gather(*works))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "form"),
+    [
+        ("chat/completions", {"messages": [USER]}, ("error", "code", "queue_full")),
+        ("completions", {"prompt": "ab"}, ("error", "code", "queue_full")),
+        ("responses", {"input": "ab"}, ("error", "code", "queue_full")),
+        (
+            "messages",
+            {"model": "m", "messages": [USER], "max_tokens": 4},
+            ("error", "type", "rate_limit_error"),
+        ),
+    ],
+)
+def test_a_full_lane_is_a_429_in_the_form_of_its_api(server, monkeypatch, route, body, form):
+    monkeypatch.setattr("serve.lanes.SMALL_WAITING", 0)
+    reply = server.post(route, **body)
+    assert reply.status_code == 429 and "Retry-After" in reply.headers
+    assert reply.json()[form[0]][form[1]] == form[2]
 
 
 def test_grammars_wait_in_a_bounded_queue_of_their_own():

@@ -186,6 +186,22 @@ def test_more_prompts_than_the_engine_holds_all_end_at_a_stop_string(monkeypatch
     assert {answer.finish_reason for answer in answers} == {"stop"}
 
 
+def test_a_call_beside_a_close_is_refused():
+    """Given to the event loop just before that ends, it would never be answered."""
+    llm = specdec.load("mini", drafter="none", max_len=64)
+    close, refused = llm._runner.close, []
+
+    def closing():
+        close()
+        with pytest.raises(UserError, match="closed") as refusal:
+            llm.generate("a", max_tokens=1)
+        refused.append(refusal)
+
+    llm._runner.close = closing
+    llm.close()
+    assert refused
+
+
 def test_who_reads_a_stream_is_not_left_waiting_when_it_is_closed():
     llm = specdec.load("mini", drafter="none", max_len=512)
     llm._room = asyncio.Semaphore(0)  # as behind more requests than there is room for

@@ -241,6 +241,70 @@ def test_the_same_awaited(llm):
     assert parsed(asyncio.run(use())) == parsed(here)
 
 
+TEXTS: list[list[Any]] = [
+    [{"text": "Add 1"}, {"text": "and 2"}],
+    [{"type": "text", "text": "Add 1"}, {"type": "text", "text": "and 2"}],
+    [{"type": "text", "text": "Add 1"}, {"type": "input_text", "text": "and 2"}],
+    ["Add 1", "and 2"],
+]
+
+
+@pytest.mark.parametrize("parts", TEXTS)
+def test_parts_with_texts_are_read_as_on_the_server(llm, server, parts):
+    whole = {"messages": [{"role": "user", "content": "Add 1\nand 2"}]}
+    messages = [{"role": "user", "content": parts}]
+    said = llm.chat(messages, temperature=0, max_tokens=4)
+    assert parsed(said) == served(server, {**whole, "max_tokens": 4})
+    assert llm.generate(messages, temperature=0, max_tokens=4).prompt_ids == said.prompt_ids
+    if "type" in str(parts):
+        assert parsed(said) == served(server, {"messages": messages, "max_tokens": 4})
+
+
+def test_what_stands_beside_parts_is_kept(llm):
+    """A refusal, and calls that are lines of text."""
+    other = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    said = {"role": "assistant", "content": [{"text": "So."}], "refusal": "I can't."}
+    messages = [*MESSAGES, said | {"tool_calls": [other]}, *MESSAGES]
+    prompt = llm.tokenizer.decode(llm.chat(messages, max_tokens=1).prompt_ids)
+    assert "So." in prompt and "I can't." in prompt and "*** Begin" in prompt
+
+
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+STRANGE: list[Any] = [
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    {"type": "file", "file": {"file_data": PIXEL}},
+    {"type": "made_up", "text": "tomorrow"},
+    {"type": "text"},
+    {"type": "text", "text": 5},
+    {"type": 5, "text": "Hi"},
+    {"txt": "Hi"},
+    {},
+    5,
+    None,
+]
+SHOWN: list[dict[str, Any]] = [
+    {"type": "image_url", "image_url": {"url": PIXEL}},
+    {"type": "image_url", "image_url": PIXEL},
+    {"type": "input_image", "image_url": PIXEL},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+    {"image": b"x"},
+]
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "assistant", "system"])
+@pytest.mark.parametrize("part", [*STRANGE, *SHOWN], ids=str)
+def test_what_is_neither_text_nor_picture_is_refused(llm, part, role):
+    """And pictures, by a model that takes none."""
+    content = [{"type": "text", "text": "what is it?"}, part]
+    messages = [*HISTORY[:3], {"role": role, "tool_call_id": "c1", "content": content}]
+    words = "takes no pictures" if part in SHOWN else r"content\[1\]: a part is a text"
+    with pytest.raises(UserError, match=words) as refused:
+        llm.chat(messages, max_tokens=1)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+    with pytest.raises(UserError, match=words):
+        llm.generate(messages, max_tokens=1)
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [

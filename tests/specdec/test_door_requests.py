@@ -68,7 +68,7 @@ def test_other_structures(llm):
 
 
 def test_a_prediction_and_a_drafter_of_its_own_change_no_token(llm, answer):
-    """A prediction is guessed from, and the answer says which tokens it gave."""
+    """A prediction is guessed from, and the answer names the tokens that it gave."""
     predicted = llm.generate(PROMPT, max_tokens=16, temperature=0, prediction=answer.text)
     plain = llm.generate(PROMPT, max_tokens=16, temperature=0, drafter="none")
     fewer = llm.generate(PROMPT, max_tokens=16, temperature=0, k=1)

@@ -1,7 +1,7 @@
 """Drafting with a block drafter, as traced functions on slots: the host loop compiles one of them
 alone, the device loop within its cycle.
 
-Entry p of a layer's cache is made of the target's features at p alone, in `observe`, which knows
+Entry p of a layer's cache is made of the target's features at p alone, in `observe`, which has
 what was accepted: no rejected row ever enters, and nothing of a block is kept.
 """
 

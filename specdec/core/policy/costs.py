@@ -76,7 +76,8 @@ class CostTable:
         if not self._seen:
             return 1.0
         context, kind = _rounded(work)
-        context = min(self._seen, key=lambda seen: _apart(seen, context))
+        # a copy, here and below: the server's metrics read it beside the engine's thread
+        context = min(list(self._seen), key=lambda seen: _apart(seen, context))
         there, near = self._seen[context], self._seen.get(0)
         alike = _most_alike(there, kind)
         took = median(there[alike])
@@ -107,7 +108,7 @@ def _apart(one: int, other: int) -> int:
 
 
 def _most_alike(seen: dict[Work, deque[float]], place: Work) -> Work:
-    return place if place in seen else min(seen, key=lambda kind: _distance(kind, place))
+    return place if place in seen else min(list(seen), key=lambda kind: _distance(kind, place))
 
 
 def _distance(seen: Work, wanted: Work) -> tuple[int, int, int]:

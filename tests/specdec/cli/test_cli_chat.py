@@ -9,6 +9,7 @@ import pytest
 from specdec.cli import main
 from specdec.cli.chat import Talk
 from specdec.core.config import SamplingConfig
+from specdec.core.errors import UserError
 from tests.support.commands import refused
 
 ASKED = "Write add."
@@ -23,7 +24,7 @@ def typed(capsys, monkeypatch, *lines: str) -> tuple[str, str]:
 
 
 def test_a_conversation(capsys, monkeypatch):
-    """Whoever guesses, a repeated answer is the same; mistakes cost a line and nothing else."""
+    """With any drafter, a repeated answer is the same; mistakes cost a line and nothing else."""
     lines = [ASKED, "/drafter none", "/retry", "/drafter", "/drafter ngram", "/k 1", "/retry"]
     lines += ["/k", "/k 9", "/nothing", "/drafter eagle3", "/undo", "/retry", "/help", "/quit"]
     lines += ["never"]
@@ -47,6 +48,23 @@ def test_a_conversation(capsys, monkeypatch):
 
 def test_bad_options_are_one_line(capsys):
     assert "--max-tokens must be 1 or more" in refused(capsys, "chat", "--max-tokens", "0")
+
+
+class Refuses:
+    """An `LLM` with a short context."""
+
+    def stream(self, messages, params):
+        if sum(len(message["content"]) for message in messages) > 100:
+            raise UserError("the prompt is too long")
+        yield type("Chunk", (), {"text": "Yes."})()
+
+
+def test_a_message_that_is_refused_is_not_kept():
+    talk = Talk(Refuses(), SamplingConfig(), 9, 0)  # pyright: ignore
+    with pytest.raises(UserError):
+        list(talk.ask("x" * 200))
+    assert [chunk.text for chunk in talk.ask("hi")] == ["Yes."]
+    assert [message["content"] for message in talk.messages] == ["hi", "Yes."]
 
 
 class Repeats:

@@ -25,6 +25,26 @@ from training.distil import read_answers, shards
 RECIPE_FILE = str(ROOT / "configs" / "eagle3-mini-cpu.toml")
 
 
+def test_a_terminal_without_a_letter_and_a_user_without_a_home(tmp_path):
+    """What stdout's encoding lacks is escaped; what can't be kept is made again."""
+    code = (
+        "import sys, pathlib, specdec.cli\n"
+        "def none(): raise RuntimeError('no home')\n"
+        "pathlib.Path.home = none\n"
+        "specdec.cli._any_text()\n"
+        "import specdec.audit.digests, targets.jax.compile_cache as cache\n"
+        "assert cache._writable(cache.PROGRAMS)\n"
+        "print('caf\\xe9', ascii(sys.stdin.read()))"
+    )
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=b"\xff", env=env, cwd=ROOT, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().strip() == "caf\\xe9 '\\udcff'"
+    assert not list(tmp_path.iterdir()), "its folder goes with the process"
+
+
 def test_no_client_writes_lines_of_its_own_into_the_log():
     told = "arguments stay free: a\n2026-01-01 INFO specdec: \x1b[31mforged\u2028"
     record = logging.LogRecord("specdec", logging.INFO, "", 0, told, (), None)

@@ -62,7 +62,7 @@ class Executor:
 
 
 class Tables:
-    """Stands for a `Compiled`. grown: whether it is overgrown whenever it is asked."""
+    """Stands for a `Compiled`. grown: whether it is overgrown at each call."""
 
     def __init__(self, bad: int, grown: bool = False) -> None:
         self.bad, self.grown = bad, grown
@@ -96,7 +96,7 @@ class Words:
 
 
 class Asking(FakeTarget):
-    """Asks for masks where a real target does. They allow everything."""
+    """Makes masks where a real target does. They allow everything."""
 
     def prefill(self, seq, start, stop):
         mask_rows([seq], np.empty((1, 0), np.int32), self.vocab)

@@ -1,4 +1,4 @@
-"""Pages: what a text holds, who may join, and who gives way."""
+"""Pages: what a text holds, which text may join, and which gives way."""
 
 from __future__ import annotations
 

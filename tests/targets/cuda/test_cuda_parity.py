@@ -151,7 +151,7 @@ def test_a_first_call_says_what_calls_of_eight_say(tiny, variant):
 @pytest.mark.parametrize("variant", ["31b", "26b-a4b", "e4b"])
 def test_rows_end_where_nothing_is_stored_any_more(tiny, variant):
     """The library's path: a chunk of which no layer is recorded says what one says of which all
-    are, and its K/V are the same. Checksums tell what tolerances forgive: they are not compared."""
+    are, and its K/V are the same. Checksums show what tolerances forgive: they are not compared."""
     text = np.random.default_rng(8).integers(0, VOCAB, 150).tolist()
     made = []
     for features in ((), tuple(range(len(read_arch(tiny[variant]).layers)))):
