@@ -11,7 +11,6 @@ keys; clients must send one of them. Invalid arguments raise UserError before an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -19,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import start_http_server
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from drafters import registry
 from serve.api import create_app
 from serve.key_sources import environment_keys
+from serve.prometheus_files import leave_with, tell_prometheus
 from serve.runner import EngineRunner
 from specdec.assembly.engine import require_exact, serving_engine
 from specdec.assembly.model import load_model
 from specdec.audit.identity import identity_of
 from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
-from specdec.core.writing import write_whole
 from specdec.llm import configured
 
 ray: Any = import_module("ray")  # an extra, which need not be there where types are checked
@@ -157,13 +156,7 @@ def _replica_app(
         vision=model.target.vision,
     )
     if settings.metrics is not None:
-        _tell_prometheus(settings.metrics, replica, made.state.metrics.registry)
+        server, _ = start_http_server(0, registry=made.state.metrics.registry)
+        host = ray.util.get_node_ip_address()
+        leave_with(made, tell_prometheus(settings.metrics, replica, host, server.server_port))
     return made
-
-
-def _tell_prometheus(folder: Path, replica: str, registry: CollectorRegistry) -> None:
-    server, _ = start_http_server(0, registry=registry)
-    host = ray.util.get_node_ip_address()
-    target = {"targets": [f"{host}:{server.server_port}"], "labels": {"replica": replica}}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{replica}.json", json.dumps([target]))

@@ -43,4 +43,4 @@ def plot_run(run: Path) -> None:
     for axis in axes:
         axis.set_xlabel("training step")
     with beside(run / "curve.png") as file:
-        figure.savefig(file, dpi=120)
+        figure.savefig(file, dpi=120, format="png")

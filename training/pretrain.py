@@ -32,6 +32,7 @@ from targets.jax.params import Params
 from training.blocks import block_logits
 from training.heldout import Windows, heldout_loss, make_scorer, windows_of
 from training.optimizer import OptimizerConfig, make_optimizer, schedule
+from training.pace import Pace
 from training.tokens import BOS, documents, row_starts
 
 WATCHED_CHARACTERS = 400_000  # of held-out text that is scored during training
@@ -169,8 +170,8 @@ class Pretrainer:
 
     def train(self, until: int, seconds: float = float("inf")) -> int:
         """Train up to step `until` or for `seconds`, save, and return the step reached."""
-        began = marked = time.monotonic()
-        step = int(self.state.step)
+        began, step = time.monotonic(), int(self.state.step)
+        pace = Pace(step)
         with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[note]}")) as bar:
             task = bar.add_task("training", total=until, completed=step, note="")
             while step < until and time.monotonic() - began < seconds:
@@ -179,16 +180,16 @@ class Pretrainer:
                 bar.advance(task)
                 if step % LOG_EVERY == 0 or step == until:
                     nats = float(nats)  # waits for the device
-                    now = time.monotonic()
-                    pace = LOG_EVERY * tokens / (now - marked)
-                    marked = now
-                    self._log(step, train=nats, tokens_per_second=round(pace))
-                    bar.update(task, note=f"{nats:.3f} nats, {pace:,.0f} tokens/s")
+                    speed = pace.tokens_per_second(step, tokens)
+                    pace.mark(step)
+                    self._log(step, train=nats, tokens_per_second=round(speed))
+                    bar.update(task, note=f"{nats:.3f} nats, {speed:,.0f} tokens/s")
                 if step % self.config.evaluate_every == 0 or step == until:
                     self._evaluate(step)
-                    marked = time.monotonic()
+                    pace.mark(step)
                 if step % self.config.save_every == 0:
                     self._save(step)
+                    pace.mark(step)
         self._save(step)
         self.manager.wait_until_finished()
         return step

@@ -8,7 +8,6 @@ Weights are float32, arithmetic is the teacher's.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +24,7 @@ from targets.jax.params import Params
 from training.data_parallel import DataParallel
 from training.heads import AnySpec, Origin, Weights, head_of, origin_of
 from training.manifest import agree
+from training.pace import Pace
 from training.packing import PackedRows, rows_of_step
 from training.pretrain import open_checkpoints, restore
 from training.recipe import Recipe, make_optimizer
@@ -145,7 +145,8 @@ class Trainer:
 
     def train(self, until: int, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         """Train up to step `until` and save. The callback gets each row of the log."""
-        step, marked = int(self.state.step), time.monotonic()
+        step = int(self.state.step)
+        pace = Pace(step)
         while step < until:
             batch = rows_of_step(self.rows, self.recipe.seed, step, self.recipe.batch)
             batch = self._spread.shares(batch)
@@ -153,15 +154,15 @@ class Trainer:
             step += 1
             if step % LOG_EVERY == 0 or step == until:
                 row = {"step": step, "kind": "train", **_plain(found)}  # waits for the device
-                tokens = LOG_EVERY * batch.tokens.size
-                row["tokens_per_second"] = round(tokens / (time.monotonic() - marked))
-                marked = time.monotonic()
+                row["tokens_per_second"] = round(pace.tokens_per_second(step, batch.tokens.size))
+                pace.mark(step)
                 self._log(row, tell)
             if step % self.recipe.evaluate_every == 0 or step == until:
                 self._log({"step": step, "kind": "heldout", **self.evaluate()}, tell)
-                marked = time.monotonic()
+                pace.mark(step)
             if step % self.recipe.save_every == 0 or step == until:
                 self._save(step)
+                pace.mark(step)
 
     def evaluate(self) -> dict[str, Any]:
         """Measures of the held-out rows, means over up to HELDOUT_BATCHES batches; `live`'s."""

@@ -48,8 +48,8 @@ def beside(file: Path) -> Iterator[Path]:
 
 
 def _new_file(place: Path) -> Path:
-    """An empty file in the same folder, with the suffix by which some libraries know the format."""
-    made = place.with_name(f"{UNFINISHED}{secrets.token_hex(6)}{place.suffix}")
+    """An empty file in the same folder, of a name that nobody's *.json fits."""
+    made = place.with_name(f"{UNFINISHED}{secrets.token_hex(6)}")
     made.touch(exist_ok=False)
     return made
 

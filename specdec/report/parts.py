@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.core.alone import forget_unfinished
 from specdec.core.errors import UserError
-from specdec.core.writing import UNFINISHED, write_whole
+from specdec.core.writing import write_whole
 
 Section = dict[str, Any]
 
@@ -24,10 +24,7 @@ class Parts:
         """key: digest of all that a section depends on. Raises UserError for a folder with sections
         of another key."""
         self.folder, self._key = out / "parts", key
-        whole = (
-            file for file in self.folder.glob("*.json") if not file.name.startswith(UNFINISHED)
-        )
-        self._found = {file.stem: self._read(file) for file in whole}
+        self._found = {file.stem: self._read(file) for file in self.folder.glob("*.json")}
         self.folder.mkdir(parents=True, exist_ok=True)
         forget_unfinished(self.folder)
 

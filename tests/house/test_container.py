@@ -1,4 +1,4 @@
-"""The image's health check, as docker runs it."""
+"""The image's health check, as docker runs it; and where it and others write."""
 
 from __future__ import annotations
 
@@ -43,3 +43,17 @@ def test_no_proxy_stands_between_a_container_and_its_health(monkeypatch, port, s
     proxies = {name: "http://127.0.0.1:9" for name in ("http_proxy", "HTTP_PROXY", "all_proxy")}
     done = subprocess.run(command, env=os.environ | proxies, capture_output=True, check=False)
     assert done.returncode == code, done
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [
+        ("xla", "targets/jax/compile_cache.py"),
+        ("kernels", "targets/cuda/launch.py"),
+        ("digests", "specdec/audit/digests.py"),
+    ],
+)
+def test_the_guide_names_each_folder_that_is_written(name, writer):
+    guide = (ROOT / "docs/guide/install.md").read_text()
+    kept = guide[guide.index("## Where files are kept") :]
+    assert f'"{name}"' in (ROOT / writer).read_text() and f"`~/.cache/specdec/{name}`" in kept

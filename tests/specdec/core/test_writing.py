@@ -38,6 +38,7 @@ def test_two_that_write_side_by_side_do_not_swap_files(tmp_path) -> None:
     with beside(tmp_path / "a.json") as a, beside(tmp_path / "b.json") as b:
         a.write_text("a")
         b.write_text("b")
+        assert not list(tmp_path.glob("*.json"))  # who reads all of them reads whole ones
     assert [(tmp_path / name).read_text() for name in names(tmp_path)] == ["a", "b"]
     assert names(tmp_path) == ["a.json", "b.json"]
 

@@ -83,7 +83,7 @@ def test_killed_five_times_it_ends_equal(measured, tmp_path, monkeypatch):
 
     def dying(self, name, section, seconds):
         put(self, name, section, seconds)
-        (self.folder / f"{UNFINISHED}0.json").write_text('{"key": "on')  # cut off in the next write
+        (self.folder / f"{UNFINISHED}0").write_text('{"key": "on')  # cut off in the next write
         raise Killed
 
     monkeypatch.setattr(Parts, "put", dying)
