@@ -235,7 +235,9 @@ class Trial:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the server, which drains
+                # Ctrl-C is for the server, which drains. No session of its own: Linux shares the CPU
+                # among sessions first, and NICE would count within the trial's alone
+                process_group=0,
             )
             with suppress(OSError):  # here, for its imports take longer than most grammars
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
