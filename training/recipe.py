@@ -82,7 +82,9 @@ class BlockShape:
     """What is free in a block drafter; the rest is the target's. slots: of a block, of which the
     first holds the anchor; rank: of the previous-token bias. window: the last tokens that each
     layer sees. Blocks are causal: a shorter draft is a beginning of a longer one. taps: by output,
-    () for as many as the EAGLE-3 default. draft_vocab: 0 for the target's whole vocabulary."""
+    () for as many as the EAGLE-3 default. draft_vocab: 0 for the target's whole vocabulary.
+    anchor_predicts: whether the anchor's slot makes the first draft, as DSpark's does by default;
+    else it only carries the anchor."""
 
     ffw: Count
     heads: Count
@@ -95,7 +97,13 @@ class BlockShape:
     max_position: Count
     draft_vocab: Annotated[int, Field(ge=0)] = 0
     taps: tuple[int, ...] = ()
+    anchor_predicts: bool = False
     __pydantic_config__ = STRICT
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block drafts."""
+        return self.slots - (not self.anchor_predicts)
 
 
 Shape = TypeVar("Shape", HeadShape, AssistantShape, BlockShape)
@@ -166,10 +174,11 @@ def read_block_recipe(path: Path) -> Recipe[BlockShape]:
     """As `read_recipe`, for a block drafter."""
     path = find_recipe(path)
     recipe = _checked(read_recipe_as(Recipe[BlockShape], path, BLOCK_EXAMPLE), path)
-    if recipe.unroll != recipe.head.slots - 1:
+    shape = recipe.head
+    if recipe.unroll != shape.drafts:
+        drafts = "slots" if shape.anchor_predicts else f"slots - 1, which is {shape.drafts}"
         raise UserError(
-            f"{path}: unroll {recipe.unroll} must be slots - 1, which is {recipe.head.slots - 1}: "
-            "a block is trained whole"
+            f"{path}: unroll {recipe.unroll} must be {drafts}: a block is trained whole"
         )
     return recipe
 
@@ -225,13 +234,13 @@ def block_for(arch: Arch, shape: BlockShape, stop_ids: Collection[int]) -> Block
         ),
         taps=shape.taps or default_layers(len(arch.layers)),
         slots=shape.slots,
-        first=1,
+        first=0 if shape.anchor_predicts else 1,
         mask_id=MASK_ID,
         vocab=arch.vocab,
         draft_vocab=words,
         max_position=shape.max_position,
         chooser=PreviousToken(shape.rank),
-        own_head=words < arch.vocab,
+        own_head=words < arch.vocab or arch.own_head,
     )
     check_block(spec)
     check_block_pair(spec, arch)

@@ -31,7 +31,7 @@ from training.recipe import Recipe, make_optimizer
 from training.teacher import TeacherOutput
 from training.unroll import judge, loss_of, measures, simulated
 
-ADDED = {"silu": True, "own_head": False, "window": 0}
+ADDED = {"silu": True, "own_head": False, "window": 0, "anchor_predicts": False}
 """Fields of specs and recipes that were added after 0.1.0, and the value that stands for what was
 before."""
 CONTRACT = "contract.json"

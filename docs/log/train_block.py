@@ -72,18 +72,17 @@ def prompts_of(out: Path, processes: int) -> list[Path]:
 def distil(out: Path, answers: int, processes: int) -> list[Path]:
     """Folders of answers: mini leaves a GPU idle unless several processes share it."""
     folders = [out / f"answers-{number}" for number in range(processes)]
-    if not all(folder.is_dir() for folder in folders):
-        own = "--backend cuda --slots 256 --max-len 512 --drafter none --cut 96 --max-tokens 208"
-        rest = (*own.split(), *SAMPLING, "--shard-rows", "1000", "--limit", answers // processes)
-        pairs = zip(prompts_of(out, processes), folders, strict=True)
-        made = [start("-m", "specdec", "distil", p, "--out", f, *rest) for p, f in pairs]
-        assert not any(process.wait() for process in made)
+    own = "--backend cuda --slots 256 --max-len 512 --drafter none --cut 96 --max-tokens 208"
+    rest = (*own.split(), *SAMPLING, "--shard-rows", "1000", "--limit", answers // processes)
+    pairs = zip(prompts_of(out, processes), folders, strict=True)
+    made = [start("-m", "specdec", "distil", p, "--out", f, *rest) for p, f in pairs]
+    assert not any(process.wait() for process in made)  # what a kill left is continued
     return folders
 
 
 def train(out: Path, folders: list[Path], steps: int, batch: int) -> None:
     recipe = RECIPE.read_text()
-    own = {"steps": steps, "batch": batch, "evaluate_every": steps, "live_prompts": 8}
+    own = {"steps": steps, "batch": batch, "evaluate_every": max(1, steps // 4), "live_prompts": 8}
     for key, value in own.items():
         recipe = re.sub(rf"^{key} = \d+", f"{key} = {value}", recipe, flags=re.MULTILINE)
     (out / "recipe.toml").write_text(recipe)

@@ -20,7 +20,7 @@ from specdec.core.errors import UserError
 from tests.support.block_oracle import BlockOracle
 from tests.support.eagle3_worker import STOPS, _teach, answers, made_up, target
 from tests.support.tiny import VOCAB
-from training.heads import head_of
+from training.heads import Origin, head_of
 from training.packing import PackedRows, pack
 from training.recipe import BlockShape, Rates, Recipe, block_for, read_block_recipe
 from training.teacher import TeacherOutput
@@ -62,6 +62,16 @@ def spec_of(shape: BlockShape = SHAPE):
     return block_for(target()[1], shape, STOPS)
 
 
+def test_a_target_with_a_head_of_its_own_lends_that_one():
+    """Not its embedding, by which serving makes no logits."""
+    arch = replace(target()[1], own_head=True)
+    spec = block_for(arch, replace(SHAPE, draft_vocab=0), STOPS)
+    table = np.random.default_rng(5).standard_normal((VOCAB, arch.hidden)).astype(np.float32)
+    blank = np.ones(arch.hidden, np.float32)
+    start = head_of(spec).start(Origin(table, blank), np.arange(VOCAB))
+    assert np.array_equal(start["lm_head"], table)
+
+
 def random_block(spec) -> BlockHead:
     random, weights = np.random.default_rng(2), {}
     for name, shape in tensors(spec).items():
@@ -72,10 +82,15 @@ def random_block(spec) -> BlockHead:
     return BlockHead(spec, weights, ids)
 
 
-@pytest.mark.parametrize("words", [200, 0], ids=["pruned", "whole"])
-def test_each_position_is_trained_as_it_is_drafted_from(words):
+@pytest.mark.parametrize(
+    ("words", "anchor_predicts"),
+    [(200, False), (0, False), (0, True)],
+    ids=["pruned", "whole", "anchor"],
+)
+def test_each_position_is_trained_as_it_is_drafted_from(words, anchor_predicts):
     """Two documents in a row: the formulas' logits, with the true tokens before each draft."""
-    spec = spec_of(replace(SHAPE, draft_vocab=words))
+    spec = spec_of(replace(SHAPE, draft_vocab=words, anchor_predicts=anchor_predicts))
+    assert spec.drafts == 3 + anchor_predicts
     head, random = random_block(spec), np.random.default_rng(4)
     trainee, width = head_of(spec), spec.body.hidden
     tokens = random.integers(3, VOCAB, (1, 31)).astype(np.int32)
@@ -143,6 +158,7 @@ def test_what_is_exported_is_what_was_trained(tmp_path):
     ("old", "new", "said"),
     [
         ("unroll = 5", "unroll = 4", "must be slots - 1"),
+        ("slots = 6", "slots = 6\nanchor_predicts = true", "must be slots"),
         ("slots = 6", "slots = 6\nfresh = 1", "fresh"),
         ("window = 128", "window = 0", "window"),
     ],
