@@ -235,8 +235,8 @@ class Trial:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                # Ctrl-C is for the server, which drains. No session of its own: Linux shares the CPU
-                # among sessions first, and NICE would count within the trial's alone
+                # Ctrl-C is for the server, which drains. Not a session of its own: Linux shares
+                # the CPU among sessions first, and NICE would count within the trial's alone
                 process_group=0,
             )
             with suppress(OSError):  # here, for its imports take longer than most grammars
