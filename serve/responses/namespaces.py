@@ -43,7 +43,8 @@ class NamespaceTool(BaseModel):
 
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
+    description: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
+    """null as absent; replies repeat it, and there it is required."""
     tools: Annotated[list[FunctionTool], BeforeValidator(only_functions)] = []
 
 

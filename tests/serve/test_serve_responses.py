@@ -222,6 +222,12 @@ def test_tools_that_come_later_are_offered_too():
     assert [message.role for message in chat.messages] == ["user", "user"]
 
 
+def test_a_namespace_without_a_description_has_an_empty_one():
+    space = {"type": "namespace", "name": "n", "description": None, "tools": [TOOL]}
+    (read,) = parse(ResponsesRequest, json.dumps({"input": "a", "tools": [space]}).encode()).tools
+    assert read.description == ""
+
+
 def test_a_newer_items_own_role_is_kept():
     given = [{"type": "newer", "role": "developer", "note": "Be brief."}]
     wire = {"input": [*given, {"role": "user", "content": "b"}]}
