@@ -132,7 +132,9 @@ def calls_grammar(request: ChatRequest, eager: bool = True) -> str | None:
     strict = any(tool.function.strict for tool in request.tools or ())
     single = request.parallel_tool_calls is False
     alternative = request.structure is not None  # calls, or a text with its own structure
-    bound = strict or single or alternative or request.chosen_tools is not None
+    # OpenAI's form is of the text, and leaves calls free; vLLM's own fields are of the whole answer
+    formed = alternative and request.response_format is not None
+    bound = strict or single or formed or request.chosen_tools is not None
     if request.calls == "none" or (request.calls == "auto" and not bound):
         return None
     try:

@@ -522,12 +522,19 @@ def test_tools_may_be_called_beside_a_structure_of_the_text():
     """Loose ones too: the model decides (vLLM #39929 is the same fault)."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    chat = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS[1:2]}
     given = chat_of_body("chat", chat | {"response_format": form})
     grammar = calls_grammar(given)
     assert grammar is not None and accepts(grammar, FREE) and not accepts(grammar, "")
     whole = rules_for(given, TOKENIZER, "none").grammar
     assert whole is not None and "@calls" in whole and "@text" in whole
+
+
+def test_vllms_fields_are_of_the_whole_answer_beside_loose_tools():
+    """As in vLLM: a test puts a call into the model's mouth by them."""
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS[1:2]}
+    given = chat_of_body("chat", chat | {"structured_outputs": {"regex": "[0-9]+"}})
+    assert calls_grammar(given) is None
 
 
 def test_required_is_nothing_but_calls():
