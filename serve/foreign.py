@@ -84,9 +84,10 @@ def newest(roles: Seqs[str]) -> list[int]:
         if roles[at] == "user":
             found.append(at)
         elif roles[at] not in ("system", "developer"):
-            attached = found[-1:] if roles[at] == "tool" else []
-            return sorted(set(found) - set(attached))
-    return sorted(found)
+            if roles[at] == "tool":
+                del found[-1:]
+            break
+    return found[::-1]
 
 
 def _role(message: Any) -> str:

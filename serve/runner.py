@@ -58,6 +58,8 @@ class Update:
 
 def joined(updates: Seqs[Update]) -> Update:
     """Updates of one sequence, one after the other, as one."""
+    if len(updates) == 1:  # nearly always: nothing is made anew for a token
+        return updates[0]
     tokens = tuple(token for update in updates for token in update.tokens)
     logprobs = None
     if updates[-1].logprobs is not None:

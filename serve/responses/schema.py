@@ -64,11 +64,14 @@ REFUSED = {
 """Names that are refused -> what to use here instead."""
 
 
+Role = Literal["user", "assistant", "system", "developer"]
+
+
 class MessageItem(BaseModel):
     model_config = STRICT
 
     type: Literal["message"]
-    role: Literal["user", "assistant", "system", "developer"]
+    role: Role
     content: Content
 
 

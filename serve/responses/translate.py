@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence as Seqs
-from typing import Any
+from typing import Any, get_args
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
@@ -20,6 +20,7 @@ from serve.responses.schema import (
     MessageItem,
     ReasoningItem,
     ResponsesRequest,
+    Role,
     ToolsItem,
 )
 from serve.responses.thoughts import opened
@@ -27,7 +28,6 @@ from serve.schema import translated
 
 log = logging.getLogger("specdec.serve")
 
-ROLES = ("user", "assistant", "system", "developer")
 CHOICES = {
     "function": ("type", "name", "namespace"),
     "namespace": ("type", "name"),
@@ -93,7 +93,7 @@ def _readable(item: Item) -> Item:
     if not isinstance(item, ForeignItem):
         return item
     role = (item.model_extra or {}).get("role")
-    if role not in ROLES:
+    if role not in get_args(Role):
         role = "user" if item.type.endswith("_output") else "assistant"
     return MessageItem(type="message", role=role, content=line_of(item.model_dump()))
 
