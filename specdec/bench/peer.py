@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.bench.timing import random_prompts
 from specdec.core.config import ModelConfig
 from specdec.core.errors import UserError
+from specdec.core.packages import missing
 from targets.mini import checkpoint_path
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def require() -> None:
     """Raise UserError where the peer is not installed."""
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"--peer transformers: pip install {' '.join(missing)}")
+    if lacking := missing(("torch", "transformers")):
+        raise UserError(f"--peer transformers: pip install {' '.join(lacking)}")
 
 
 def text_config(random: str | None, model: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from specdec.cli.start import check_max_tokens, loaded_model
 from specdec.core.alone import hold_alone
 from specdec.core.config import ModelConfig, SamplingConfig
 from specdec.core.errors import UserError
+from specdec.core.packages import missing
 from targets.mini import checkpoint_path
 
 if TYPE_CHECKING:
@@ -104,11 +104,9 @@ def _answer(
 
 def require_training() -> None:
     """Raise UserError where the training libraries are not installed."""
-    needed = ("datasets", "optax", "orbax", "matplotlib")
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
+    if lacking := missing(("datasets", "optax", "orbax", "matplotlib")):
         raise UserError(
-            f"training needs {', '.join(missing)}: pip install '.[train]' in specdec's clone"
+            f"training needs {', '.join(lacking)}: pip install '.[train]' in specdec's clone"
         )
 
 

@@ -1,7 +1,9 @@
-"""Checks that the packages of this distribution are not shadowed by others of the same name."""
+"""Checks that packages are there: those of this distribution, not shadowed by others of the same
+name, and those that a command needs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,3 +25,8 @@ def check_packages() -> None:
                 f"Python finds the package {name} in {found}, not in {HOME / name}: "
                 "run from another folder, or rename yours"
             )
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Those of these packages that are not installed. None is imported."""
+    return [name for name in names if find_spec(name) is None]

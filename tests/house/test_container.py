@@ -5,43 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from tests.support.places import ROOT
-
-
-class Stub(BaseHTTPRequestHandler):
-    status = 200
-
-    def do_GET(self) -> None:
-        self.send_response(self.status if self.path == "/health" else 404)
-        self.end_headers()
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-    threading.Thread(target=stub.serve_forever, args=(0.01,), daemon=True).start()
-    yield stub.server_port
-    stub.shutdown()
-    stub.server_close()
+from tests.support.stub_web import answering
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
-def test_no_proxy_stands_between_a_container_and_its_health(monkeypatch, port, status, code):
-    monkeypatch.setattr(Stub, "status", status)
+def test_no_proxy_stands_between_a_container_and_its_health(status, code):
     text = (ROOT / "deploy/docker/Dockerfile").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("HEALTHCHECK")]
-    command = json.loads(line[line.index("[") :].replace("8000", str(port)))
     proxies = {name: "http://127.0.0.1:9" for name in ("http_proxy", "HTTP_PROXY", "all_proxy")}
-    done = subprocess.run(command, env=os.environ | proxies, capture_output=True, check=False)
+    with answering({"/health": (status, b"")}) as port:
+        command = json.loads(line[line.index("[") :].replace("8000", str(port)))
+        done = subprocess.run(command, env=os.environ | proxies, capture_output=True, check=False)
     assert done.returncode == code, done
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,25 +12,13 @@ from fastapi import FastAPI
 
 from serve.prometheus_files import leave_with, tell_prometheus
 from tests.support.commands import free_port
-
-
-class Metrics(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/metrics" else 404)
-        self.end_headers()
-        self.wfile.write(b'specdec:slots{engine="alive"} 4.0\n')
-
-    def log_message(self, *_) -> None:
-        pass
+from tests.support.stub_web import answering
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    stub = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
-    threading.Thread(target=stub.serve_forever, args=(0.01,), daemon=True).start()
-    yield stub.server_port
-    stub.shutdown()
-    stub.server_close()
+    with answering({"/metrics": (200, b'specdec:slots{engine="alive"} 4.0\n')}) as port:
+        yield port
 
 
 def names(folder: Path) -> list[str]:

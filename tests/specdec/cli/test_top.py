@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from specdec.cli.scraping import Reading, figures_between, read_metrics
 from specdec.core.errors import UserError
 from tests.support.fakes_text import ALPHABET
 from tests.support.serving import LONG, ServedTarget, Server, serving
+from tests.support.stub_web import answering
 
 
 @pytest.fixture(scope="module")
@@ -203,20 +203,8 @@ def test_no_proxy_is_asked(server: Server, monkeypatch):
 
 @pytest.mark.parametrize("body", [b"hello", b"vllm:num_requests_running 1\n", b"\xff\xfe"])
 def test_other_servers_are_named(body):
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_) -> None:
-            pass
-
-    other = ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        with pytest.raises(UserError, match="is not of a specdec server"):
-            read_metrics(f"http://127.0.0.1:{other.server_port}")
-    finally:
-        other.shutdown()
-        other.server_close()
+    with (
+        answering({"/metrics": (200, body)}) as port,
+        pytest.raises(UserError, match="is not of a specdec server"),
+    ):
+        read_metrics(f"http://127.0.0.1:{port}")
