@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -65,6 +65,7 @@ REFUSED = {
 
 
 Role = Literal["user", "assistant", "system", "developer"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class MessageItem(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence as Seqs
-from typing import Any, get_args
+from typing import Any
 
 from serve.chat_schema import ChatRequest
 from serve.errors import ApiError
@@ -12,6 +12,7 @@ from serve.fields import check_names
 from serve.foreign import line_of
 from serve.responses.namespaces import Names, functions_and_namespaces
 from serve.responses.schema import (
+    ROLES,
     ForeignItem,
     Format,
     FunctionCallItem,
@@ -20,7 +21,6 @@ from serve.responses.schema import (
     MessageItem,
     ReasoningItem,
     ResponsesRequest,
-    Role,
     ToolsItem,
 )
 from serve.responses.thoughts import opened
@@ -93,7 +93,7 @@ def _readable(item: Item) -> Item:
     if not isinstance(item, ForeignItem):
         return item
     role = (item.model_extra or {}).get("role")
-    if role not in get_args(Role):
+    if role not in ROLES:
         role = "user" if item.type.endswith("_output") else "assistant"
     return MessageItem(type="message", role=role, content=line_of(item.model_dump()))
 
