@@ -41,8 +41,11 @@ STATE_WEIGHT = 3.0
 """Initial weight of the state before the token in the same input: with the embedding some four
 times as large as what a layer adds to it."""
 SURENESS = 0.4
-"""Initial scale of an assistant's logits, relative to its target's: untrained, it is less certain
-than those."""
+"""Initial scale of an assistant's or a block drafter's logits, relative to its target's: untrained,
+it is less certain than those."""
+SHARPNESS = 3.0
+"""Initial query norms of a block drafter. A score is at most the norms' product times the root of
+head_dim: with 1 no position stands out among hundreds."""
 
 
 class OriginLayer(NamedTuple):
@@ -220,11 +223,14 @@ class BlockTrainee:
         return block_tensors(self.spec)
 
     def start(self, origin: Origin, ids: np.ndarray) -> Weights:
-        """The last norm, and the rows of a head of its own, start as the target's; the bias as
-        none."""
-        weights: Weights = {"norm": origin.norm}
+        """The last norm starts as a part of the target's, the rows of a head of its own as those;
+        the bias as none."""
+        weights: Weights = {"norm": SURENESS * origin.norm}
         if self.spec.own_head:
             weights["lm_head"] = origin.table[ids]
+        for name, shape in self.shapes.items():
+            if name.endswith("q_norm"):
+                weights[name] = jnp.full(shape, SHARPNESS, jnp.float32)
         name = "markov_head.markov_w2"
         return weights | {name: jnp.zeros(self.shapes[name], jnp.float32)}
 

@@ -1,6 +1,6 @@
 """A block drafter for mini, from source at hand to a table of tau, on one GPU.
 
-    PYTHONPATH=. python docs/log/train_block.py OUT --humaneval humaneval.jsonl --steps 8000
+    PYTHONPATH=. python docs/log/train_block.py OUT --humaneval humaneval.jsonl --steps 6800
 
 Permissively licensed Python source of this machine is split as mini's own corpus was. mini answers
 pieces of one side, `train-dflash` learns from the answers, and `eval-acceptance` measures the head
@@ -27,10 +27,12 @@ HERE = Path(__file__).parents[2]
 RECIPE = HERE / "configs" / "dspark-mini.toml"
 FILES = 16_000
 """Source files that are looked at."""
-TEXTS = 24
+TEXTS = 82
 """Texts that the head is measured on, of each kind."""
 BEGINNING = 600
 """Characters of a file's beginning."""
+ANSWER = 128
+"""Tokens of each answer that the head is measured on."""
 SAMPLING = ("--temperature", "1", "--top-p", "1", "--top-k", "0")
 
 
@@ -80,9 +82,9 @@ def distil(out: Path, answers: int, processes: int) -> list[Path]:
     return folders
 
 
-def train(out: Path, folders: list[Path], steps: int, batch: int) -> None:
+def train(out: Path, folders: list[Path], steps: int) -> None:
     recipe = RECIPE.read_text()
-    own = {"steps": steps, "batch": batch, "evaluate_every": max(1, steps // 4), "live_prompts": 8}
+    own = {"steps": steps, "evaluate_every": max(1, steps // 4)}
     for key, value in own.items():
         recipe = re.sub(rf"^{key} = \d+", f"{key} = {value}", recipe, flags=re.MULTILINE)
     (out / "recipe.toml").write_text(recipe)
@@ -95,8 +97,9 @@ def table(out: Path, humaneval: Path) -> None:
     for name, prompts in (("HumanEval", humaneval), ("source", out / "source.jsonl")):
         for k in (3, 7):
             folder = out / f"{name}-{k}"
-            own = "--backend cuda --dtype bfloat16 --slots 8 --max-tokens 96 --drafter dspark"
+            own = "--backend cuda --dtype bfloat16 --slots 8 --drafter dspark"
             own = [*own.split(), "--draft-model", out / "block", "--k", k, "--limit", TEXTS]
+            own += ["--max-tokens", ANSWER]
             command = "-m", "specdec", "eval-acceptance", prompts
             run(*command, *own, *SAMPLING, "--out", folder)
 
@@ -117,15 +120,14 @@ def main() -> None:
     parser.add_argument("--humaneval", type=Path, required=True)
     parser.add_argument("--answers", type=int, default=36_000)
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=8_000)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=6_800)
     asked = parser.parse_args()
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "source.jsonl").is_file():
         write_source(out)
     folders = distil(out, asked.answers, asked.processes)
-    train(out, folders, asked.steps, asked.batch)
+    train(out, folders, asked.steps)
     table(out, asked.humaneval.resolve())
 
 

@@ -46,16 +46,17 @@ def write_verifier(path, table) -> None:
     """Write the parts of a target that speculators reads: its embedding, final norm and config."""
     from safetensors.numpy import save_file
 
+    vocab, hidden = table.shape
     text_config = config_of("31b")["text_config"] | {
-        "hidden_size": SPEC.hidden,
-        "vocab_size": SPEC.vocab,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
         "architectures": ["Gemma4ForCausalLM"],
     }
     path.mkdir()
     (path / "config.json").write_text(json.dumps(text_config))
     stored = {"model.embed_tokens.weight": table, "lm_head.weight": table}
     save_file(
-        stored | {"model.norm.weight": np.ones(SPEC.hidden, np.float32)}, path / "model.safetensors"
+        stored | {"model.norm.weight": np.ones(hidden, np.float32)}, path / "model.safetensors"
     )
 
 
