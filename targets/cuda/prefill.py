@@ -9,12 +9,13 @@ begins, and from whether it has a picture.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from specdec.core.pictures import SoftRows
-from targets.arch import Arch, MoeSpec
+from targets.arch import Arch, LayerSpec, MoeSpec
 from targets.cuda import four_bits
 from targets.cuda.cache import KVCache
 from targets.cuda.formulas import gelu, mix_inputs, rank, rms
@@ -30,8 +31,12 @@ TAIL = 16
 """Rows of a prompt's last chunk that continue behind the last layer that stores keys and values:
 only the last row's logits are needed, and the library's matmuls need 16 rows."""
 PART_TOKENS = 512
-"""A chunk is read in as many parts as it has this many tokens, each of equally many layers: others
-wait for a part. Cut so, rather than by tokens, no sum depends on it."""
+"""A prompt's first chunk is read in as many parts as it has this many tokens, each of equally many
+layers: others wait for a part. Later chunks take longer, and have more parts. Cut so, rather than
+by tokens, no sum depends on it."""
+SCORES_COST = 4
+"""Time of a product with keys or values ÷ one of as much arithmetic with weights: scores go through
+memory. 31B in FP8 on an H200, at 100,000 positions."""
 
 
 def prefill(
@@ -47,6 +52,36 @@ def prefill(
     """None after each part but the last, then logits [1, V] after the chunk's last token, if the
     prompt `ends` there, and features [T, F]."""
     return _Pass(weights, arch, cache, chunk, ops).run(features, ends, pictures)
+
+
+def parts_begin(arch: Arch, last: int, tokens: int, start: int) -> list[int]:
+    """The layers with which a further part of a chunk begins, none from `last` on."""
+
+    def work(layer: LayerSpec, first: int) -> float:
+        return _weights(arch, layer) + SCORES_COST * _scores(layer, first + tokens // 2)
+
+    layers, begins, done = arch.layers[:last], [], 0.0
+    shares = tokens / PART_TOKENS
+    enough = sum(work(layer, 0) for layer in layers) / (ceil(shares) if shares > 1 else shares)
+    for i, layer in enumerate(layers[:-1]):
+        done += work(layer, start)
+        if done >= enough:
+            begins.append(i + 1)
+            done = 0.0
+    return begins
+
+
+def _weights(arch: Arch, layer: LayerSpec) -> int:
+    """Products of a token with a layer's weights."""
+    width, moe = layer.head_dim, layer.moe
+    attention = (layer.heads + layer.kv_heads) * width
+    routed = 0 if moe is None else moe.top_k * moe.width
+    return arch.hidden * (2 * attention + 3 * (layer.ffw + routed))
+
+
+def _scores(layer: LayerSpec, keys: int) -> int:
+    """Products of a token with the keys and the values that it sees."""
+    return 2 * layer.heads * layer.head_dim * min(keys, layer.window or keys)
 
 
 def _steps(chunk: PrefillChunk, ops: Ops, eps: float) -> Steps:
@@ -82,9 +117,9 @@ class _Pass:
         x = self.steps.add_norm(h, opening(weights, 0))
         captured = h.new_empty((len(h), len(features), arch.hidden)) if features else None
         last = last_of_all_rows(arch, features)
-        each = -(-last // -(-len(h) // PART_TOKENS))
+        begins = parts_begin(arch, last, len(h), self.chunk.start)
         for i, w in enumerate(weights.layers):
-            if 0 < i < last and i % each == 0:
+            if i in begins:
                 yield None
             qkv = self._project(x, w.qkv)
             layer, pair = self._keys(i, qkv, w)
