@@ -85,6 +85,8 @@ class LateChooser:
         self._padded = 0 not in depths  # every cycle verifies as many guesses
         self._seen: dict[int, _Seen] = {}
         self._unheard: deque[_Dispatch] = deque()
+        self._prompt_reads: deque[int] = deque()
+        """The policy's, at the last choices: a dispatch ends after the choice behind its own."""
         self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
         """[slots]: one of the codes above."""
@@ -132,6 +134,9 @@ class LateChooser:
             buckets = {source: self._drafter.bucket(source, seq) for source in drafts}
             taken[seq.slot] = _Taken(seq, take, buckets, self._drafter.fared(seq))
         self._unheard.append(_Dispatch(choice, taken, self._policy.context))
+        self._prompt_reads.append(self._policy.prompt_reads)
+        if len(self._prompt_reads) > 1 + UNREAD:
+            self._prompt_reads.popleft()
         variant = "weights" if self.runs else "text"
         self.choice = CycleChoice(choice.depth, variant, takes_known, self._repeats(choice))
         return self.choice
@@ -154,6 +159,7 @@ class LateChooser:
     def take_back(self) -> None:
         """The last choice is not launched."""
         self._unheard.pop()
+        self._prompt_reads.pop()
 
     def _hear(self, seqs: Seqs[Sequence]) -> None:
         """Update the statistics with the oldest unread dispatch, if any of its rows has new
@@ -212,7 +218,8 @@ class LateChooser:
         """Record a dispatch's time and tokens. The last three arguments are `_learn`'s results. The
         host sees the end of a row one dispatch late."""
         choice = dispatch.choice
-        if len(choice.by_row) == rows:
+        undisturbed = self._prompt_reads[0] == self._policy.prompt_reads
+        if len(choice.by_row) == rows and undisturbed:
             work = Work(rows, choice.depth, choice.drafted, dispatch.context)
             self._policy.costs.saw(work, (time.perf_counter() - self._asked) / cycles)
         if self._drafter.forced is None:

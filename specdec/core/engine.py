@@ -117,6 +117,8 @@ class Engine:
         events = self._drop_cancelled()
         for seq in self.scheduler.admit():
             seq.seated = seq.seated or monotonic()
+            if self.prefix_cache is not None:
+                seq.kept = self.prefix_cache.found(seq)
             self.drafter.reset(seq)
         events += self._prefill()
         self._make_room()
@@ -182,6 +184,8 @@ class Engine:
         seqs = self._together(*chunk)
         events = self._read_prompts(seqs) if len(seqs) > 1 else self._read_chunk(*chunk)
         self.times.add("prefill", perf_counter() - began)
+        if self.drafting.policy is not None:
+            self.drafting.policy.prompt_reads += 1
         return events
 
     def _together(self, seq: Sequence, start: int, stop: int) -> list[Sequence]:

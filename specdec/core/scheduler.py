@@ -39,7 +39,10 @@ class Scheduler:
         if self.pages is not None:  # who fed slots by itself is done
             for slot in self.free:
                 self.pages.release(slot)
-        self._least_left = True
+        self._least_left = {"chunk": True, "part": True}
+        """Whose turn was last: that of the prompt with the fewest tokens left."""
+        self._passed: list[Sequence] = []
+        """Sequences that were seated before one that was first and had no room."""
         self.reading: Sequence | None = None
         """The sequence of which a part of a chunk has been read. Written by the engine too."""
         self._room = Room(self.slots, self.max_waiting)
@@ -61,10 +64,8 @@ class Scheduler:
         """Give free slots to the next in turn, as long as there are pages for its text; returns the
         newly seated."""
         seated = []
-        while self.free and self.waiting:
-            seq = self.waiting.seat(self._longest_seated(), self._has_room)
-            if seq is None:
-                break
+        while self.free and (seq := self._next_to_seat()) is not None:
+            self.waiting.seat(seq)
             seq.slot = self.free.pop()
             seq.seatings += 1
             self.prefilling.append(seq)
@@ -74,8 +75,31 @@ class Scheduler:
             seated.append(seq)
         return seated
 
+    def _next_to_seat(self) -> Sequence | None:
+        longest = self._longest_seated()
+
+        def fits(seq: Sequence) -> bool:
+            return longest is None or seq.prompt_len <= longest
+
+        first = self.waiting.first(fits)
+        if first is None or self._has_room(first):
+            return first
+        other = self.waiting.next_new(lambda seq: fits(seq) and self._may_pass(first, seq))
+        if other is not None:
+            self._passed.append(other)
+        return other
+
     def _has_room(self, seq: Sequence) -> bool:
         return self.pages is None or self.pages.has_room(len(seq.tokens))
+
+    def _may_pass(self, first: Sequence, seq: Sequence) -> bool:
+        """Whether `seq` may be seated before the first, which has no room. The first waits no
+        longer for that: a slot and pages are left to it, once those end that were seated before."""
+        if self.pages is None or len(self.free) < TURNS or not self._has_room(seq):
+            return False
+        held = sum(self.pages.held[other.slot] for other in self._passed if other.slot >= 0)
+        needed = self.pages.plan.needed
+        return held + needed(len(seq.tokens)) + needed(len(first.tokens)) < self.pages.plan.total
 
     def grow(self) -> list[Sequence]:
         """Reserve what the next cycle may add to each running text; where no page is left, the last
@@ -112,9 +136,10 @@ class Scheduler:
         a chunk has been read in part, only prompts of half a chunk get in between."""
         if not self.prefilling:
             return None
-        self._least_left = not self._least_left
+        kind = "chunk" if self.reading is None else "part"  # else an even number of parts would
+        self._least_left[kind] = not self._least_left[kind]  # give all chunks to the same side
         seq = self.prefilling[0]
-        if self._least_left:
+        if self._least_left[kind]:
             seq = min(self.prefilling, key=_left_to_read)
         if self.reading is not None and 2 * _left_to_read(seq) > self.chunk:
             seq = self.reading
@@ -136,7 +161,7 @@ class Scheduler:
     def resume(self, seq: Sequence, start: int) -> int:
         """Record that the first `start` tokens of the prompt, whole chunks, are in the KV cache
         without prefill (0: none). Returns the end of the next chunk."""
-        seq.prefilled = start
+        seq.prefilled = seq.kept = start
         if not seq.emitted:
             seq.cached = start
         self._forget(seq)
@@ -146,7 +171,7 @@ class Scheduler:
         """Record a prefilled chunk; True where the text is complete and decoding may begin."""
         seq.prefilled = stop
         self._forget(seq)
-        if _left_to_read(seq):
+        if seq.fed > stop:
             return False
         self.prefilling.remove(seq)
         self.running.append(seq)
@@ -165,6 +190,8 @@ class Scheduler:
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free its slot, if it has one."""
         self._room.leave(seq.owner.caller)
+        if seq in self._passed:
+            self._passed.remove(seq)
         if seq.slot < 0:
             self.waiting.remove(seq)
             return
@@ -192,4 +219,4 @@ class Scheduler:
 
 
 def _left_to_read(seq: Sequence) -> int:
-    return seq.fed - seq.prefilled
+    return seq.fed - max(seq.prefilled, seq.kept)

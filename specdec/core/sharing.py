@@ -105,53 +105,45 @@ class Waiting:
         """A sequence that gave way to others: it comes before all that never had a slot."""
         self._returned.appendleft(seq)
 
-    def seat(
-        self,
-        longest: int | None = None,
-        has_room: Callable[[Sequence], bool] = lambda seq: True,
-    ) -> Sequence | None:
-        """Remove and return the next sequence, and count its slot. longest: the most tokens of its
-        prompt; None: any number. Returns None where all are longer, or where the next one has no
-        room: others don't pass it."""
-        if self._returned:
-            if not has_room(self._returned[0]):
-                return None
-            seq = self._returned.popleft()
+    def first(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        """The one that is next: who gave way, or else the next one that fits."""
+        return self._returned[0] if self._returned else self.next_new(fits)
+
+    def next_new(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        """The next one that fits, of those that never had a slot."""
+        owner = self._next(fits)
+        return None if owner is None else self._callers[owner.caller][owner].sequences[0]
+
+    def seat(self, seq: Sequence) -> None:
+        """Remove it, which is the first of its request or gave way first, and count its slot."""
+        if self._returned and seq is self._returned[0]:
+            self._returned.popleft()
         else:
-            owner = self._next(longest)
-            if owner is None or not has_room(self._callers[owner.caller][owner].sequences[0]):
-                return None
-            seq = self._taken(owner)
+            self._take(seq.owner)
         self._slots[seq.owner.caller] += 1
         self._seated[seq.owner] += 1
-        return seq
 
-    def _next(self, longest: int | None) -> Owner | None:
-        """The request that gets the next slot."""
-        offers = {caller: self._offers(caller, longest) for caller in self._callers}
+    def _next(self, fits: Callable[[Sequence], bool]) -> Owner | None:
+        """The request that gets the next slot, of those with a first sequence that fits."""
+        offers = {caller: self._offers(caller, fits) for caller in self._callers}
         callers = [caller for caller, owners in offers.items() if owners]
         if not callers:
             return None
         return min(offers[min(callers, key=self._rank)], key=self._rank_of_request)
 
-    def _taken(self, owner: Owner) -> Sequence:
+    def _take(self, owner: Owner) -> None:
         request = self._callers[owner.caller][owner]
-        seq = request.sequences.popleft()
+        request.sequences.popleft()
         request.turn = self._served[owner.caller] = self._next_turn()
         self._forget_empty(owner)
-        return seq
 
     def unseat(self, seq: Sequence) -> None:
         """Count a slot that is free again."""
         _less(self._slots, seq.owner.caller)
         _less(self._seated, seq.owner)
 
-    def _offers(self, caller: str, longest: int | None) -> list[Owner]:
-        """The caller's requests of which the next prompt is not too long."""
-        requests = self._callers[caller].items()
-        if longest is None:
-            return [owner for owner, _ in requests]
-        return [owner for owner, own in requests if own.sequences[0].prompt_len <= longest]
+    def _offers(self, caller: str, fits: Callable[[Sequence], bool]) -> list[Owner]:
+        return [own for own, request in self._callers[caller].items() if fits(request.sequences[0])]
 
     def _rank(self, caller: str) -> tuple[int, int]:
         return self._slots[caller], self._served.get(caller, -1)

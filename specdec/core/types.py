@@ -211,6 +211,8 @@ class Sequence:
     engine."""
     prefilled: int = 0
     """Tokens that are in the KV cache before it runs. Written by the scheduler."""
+    kept: int = 0
+    """Prompt tokens that the prefix cache had when it was seated. Written by the engine."""
     cached: int = 0
     """Prompt tokens that came from the prefix cache. Written by the scheduler."""
     finish: FinishReason | None = None

@@ -364,6 +364,20 @@ def test_costs_are_told_how_long_the_texts_are():
     assert {work.context for work in drafter.policy.costs.works} == {2, 7}
 
 
+def test_a_cycle_beside_which_a_prompt_was_read_costs_nothing_more():
+    """A captured loop's dispatch is read after the next choice: two choices are disturbed."""
+    drafter, chooser = late(None, RandomCosts(0))
+    seq, told = Sequence([1, 2], slot=1, max_tokens=500), []
+    drafter.reset(seq)
+    for read in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0):
+        drafter.policy.prompt_reads += read
+        before = len(drafter.policy.costs.works)
+        chooser.choose([seq])
+        told.append(len(drafter.policy.costs.works) - before)
+        says(seq, list(range(100)), [True] * K, 4)
+    assert told == [0, 1, 1, 0, 0, 1, 0, 0, 0, 1]
+
+
 def test_the_late_choice_follows_what_came():
     """The test extends the rows itself, as a device loop would."""
     answer = np.random.default_rng(5).integers(3, 45, 400).tolist()

@@ -109,6 +109,8 @@ class Policy:
     """Rows so far by the drafter of their draft; `none` for rows without guesses."""
     context: int = 0
     """Tokens of all rows' texts, as the drafter found them before the last choice."""
+    prompt_reads: int = 0
+    """Calls so far that read prompts. A cycle beside one seems to take longer than it does."""
     _rows: float = 0.0
     """Recent rows, discounted like survival."""
     _offered: dict[str, float] = field(default_factory=dict)

@@ -69,25 +69,36 @@ class PrefixCache:
         """Prompt tokens that were found."""
         self._paths: WeakKeyDictionary[Sequence, _Path] = WeakKeyDictionary()
 
+    def found(self, seq: Sequence) -> int:
+        """The number of tokens that `resume` would restore now."""
+        return 0 if seq.reuse is None else self._longest(self._path(seq), seq.prompt_len)[1]
+
     def resume(self, seq: Sequence) -> int:
         """Restore the longest kept prefix of a seated sequence. Returns the number of its tokens
         that need no prefill, never all: the prefill of the last chunk chooses the first token."""
         if seq.reuse is None:
             return 0
-        prompt = seq.tokens[: seq.prompt_len]
-        names = chain(self.seed, seq.reuse.scope, prompt, self.unit, seq.pictures)
-        path = _Path(names)
-        known = next(
-            (n for n in range(len(names)) if path.chunk(n + 1) not in self.pool), len(names)
-        )
-        most = min(known, (seq.prompt_len - 1) // self.unit)
-        found = next((n for n in range(most, 0, -1) if path.boundary(n) in self.pool), 0)
+        path = self._path(seq)
+        known, found = self._longest(path, seq.prompt_len)
         self._paths[seq] = self._planned(path, seq.reuse.partings, known)
         self.queries += seq.prompt_len
         if found:
-            self._restore(seq, path, found)
-            self.hits += found * self.unit
-        return found * self.unit
+            self._restore(seq, path, found // self.unit)
+            self.hits += found
+        return found
+
+    def _path(self, seq: Sequence) -> _Path:
+        assert seq.reuse is not None
+        prompt = seq.tokens[: seq.prompt_len]
+        return _Path(chain(self.seed, seq.reuse.scope, prompt, self.unit, seq.pictures))
+
+    def _longest(self, path: _Path, prompt_len: int) -> tuple[int, int]:
+        """Its chunks that are kept, and the tokens up to the last boundary where it may resume."""
+        count = len(path.names)
+        known = next((n for n in range(count) if path.chunk(n + 1) not in self.pool), count)
+        most = min(known, (prompt_len - 1) // self.unit)
+        found = next((n for n in range(most, 0, -1) if path.boundary(n) in self.pool), 0)
+        return known, found * self.unit
 
     def keep(self, seq: Sequence, stop: int) -> None:
         """Keep snapshots that later prompts may resume from. `seq` was just prefilled from

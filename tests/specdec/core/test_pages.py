@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.core.pages import PagePlan, Pages
 from specdec.core.scheduler import Scheduler
-from specdec.core.types import Sequence
+from specdec.core.types import Owner, Sequence
 
 PLAN = PagePlan(page=10, total=8, ahead=2, longest=50, reread=4)
 
@@ -68,6 +68,42 @@ def test_the_last_to_join_gives_way_and_comes_back_first():
     assert own.admit() == [], "no page is free beside those that run"
     own.release(first)
     assert own.admit() == [third, new] and third.seatings == 2 and new.seatings == 1
+
+
+def requests(*lengths: int) -> list[Sequence]:
+    return [Sequence([1] * n, owner=Owner("", str(i))) for i, n in enumerate(lengths)]
+
+
+def test_short_texts_pass_one_without_room_and_leave_it_what_it_waits_for():
+    own = scheduler(slots=5)
+    (old,) = running(own, 38)
+    long, *short = requests(48, 8, 8, 8)
+    for seq in (long, *short):
+        own.submit(seq)
+    assert own.admit() == short[:2], "a third would hold a page that the long one needs"
+    own.release(old)
+    assert own.admit() == [long]
+
+
+def test_the_last_slot_is_left_to_one_without_room():
+    own = scheduler(slots=3)
+    (old,) = running(own, 38)
+    long, *short = requests(48, 8, 8)
+    for seq in (long, *short):
+        own.submit(seq)
+    assert own.admit() == short[:1]
+    own.release(old)
+    assert own.admit() == [long, short[1]]
+
+
+def test_who_gave_way_is_passed_too():
+    own = scheduler(slots=4)
+    old, last = running(own, 28, 18)
+    last.tokens += [2] * 20
+    old.tokens += [2] * 12
+    assert own.grow() == [last] and last.slot < 0
+    own.submit(short := Sequence([1] * 8))
+    assert own.admit() == [short]
 
 
 def test_what_was_emitted_is_read_again_in_small_calls():

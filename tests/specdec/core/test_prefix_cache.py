@@ -61,6 +61,18 @@ def test_the_boundary_at_a_parting_is_kept():
     assert answered(engine, prompt[:19] + words(9, 1))[0] == 16
 
 
+def test_a_prompt_that_is_nearly_all_kept_does_not_wait_as_a_long_one():
+    engine, prompt = cached_engine(), words(63)
+    answered(engine, prompt)
+    cold, warm = Sequence(words(50, 1), max_tokens=2), Sequence(prompt, max_tokens=2, reuse=Reuse())
+    engine.submit(cold)
+    engine.step()
+    engine.submit(warm)
+    while not warm.emitted:
+        engine.step()
+    assert warm.cached == 56 and cold.prefilled < 20
+
+
 def test_choices_of_one_prompt_share_it():
     engine, prompt = cached_engine(slots=4), words(30)
     seqs = [Sequence(list(prompt), Sampling(seed=i)) for i in range(4)]

@@ -114,6 +114,37 @@ def test_others_decode_between_the_parts_of_a_chunk():
     assert ["2"] in target.calls[1:4]
 
 
+@pytest.mark.parametrize("part", [8, 16])
+def test_chunks_alternate_however_many_parts_they_have(part, monkeypatch):
+    monkeypatch.setattr("tests.specdec.core.test_together.PART", part)
+    long, short = sequences([[1] * 480, [2] * 24])
+    engine = engine_of(Reader(2))
+    engine.submit(long)
+    while long.prefilled < CHUNK:
+        engine.step()
+    engine.submit(short)
+    while not short.emitted:
+        engine.step()
+    assert long.prefilled <= 3 * CHUNK
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+@pytest.mark.parametrize("part", [8, 16])
+def test_a_long_prompt_is_read_beside_shorter_ones_without_end(part, turns, monkeypatch):
+    """turns: that were taken before it came."""
+    monkeypatch.setattr("tests.specdec.core.test_together.PART", part)
+    (long,) = sequences([[1] * 320])
+    engine = engine_of(Reader(3))
+    for _ in range(turns):
+        engine.run_to_end([Sequence([3] * 4, max_tokens=1)])
+    engine.submit(long)
+    for _ in range(100):
+        if len(engine.scheduler.prefilling) < 2:
+            engine.submit(Sequence([2] * 2 * CHUNK, max_tokens=1))
+        engine.step()
+    assert long.prefilled == 320
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_what_fails_beside_others_fails_alone(bad):
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
