@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from drafters.dflash.files import save_dspark
-from tests.drafters.test_eagle3_peers import write_verifier
 from tests.support.block_oracle import BlockOracle
 from tests.support.eagle3_worker import STOPS
 from tests.support.tiny import VOCAB
-from tests.training.test_dflash_training import SHAPE, random_block, spec_of
+from tests.support.tiny_blocks import SHAPE, random_block, spec_of
+from tests.support.verifier import write_verifier
 
 LENGTH = 31
 ANCHORS = 1, 5, 15, 22

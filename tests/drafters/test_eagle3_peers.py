@@ -18,7 +18,7 @@ from drafters.eagle3.files import save_flat, save_speculators
 from drafters.eagle3.jax.head import place
 from tests.support.eagle3_heads import unrolled_logits
 from tests.support.eagle3_oracle import FLAGS, SPEC, STEPS, TOKENS, random_head
-from tests.support.tiny import config_of
+from tests.support.verifier import write_verifier
 from training.packing import PackedRows
 from training.teacher import TeacherOutput
 from training.unroll import judge, loss_of
@@ -40,24 +40,6 @@ def text(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def ours(head, ids, table, features) -> np.ndarray:
     documents = np.zeros(TOKENS, np.int32)
     return np.stack(unrolled_logits(head, np.asarray(table[ids]), jnp.asarray(features), documents))
-
-
-def write_verifier(path, table) -> None:
-    """Write the parts of a target that speculators reads: its embedding, final norm and config."""
-    from safetensors.numpy import save_file
-
-    vocab, hidden = table.shape
-    text_config = config_of("31b")["text_config"] | {
-        "hidden_size": hidden,
-        "vocab_size": vocab,
-        "architectures": ["Gemma4ForCausalLM"],
-    }
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(text_config))
-    stored = {"model.embed_tokens.weight": table, "lm_head.weight": table}
-    save_file(
-        stored | {"model.norm.weight": np.ones(hidden, np.float32)}, path / "model.safetensors"
-    )
 
 
 @pytest.mark.parametrize("flags", SPECFORGE_FLAGS, ids=str)

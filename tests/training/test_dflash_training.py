@@ -14,33 +14,21 @@ import pytest
 import torch
 
 from drafters.dflash.files import load_head, save_dspark
-from drafters.dflash.spec import BlockHead, tensors
 from drafters.frequency import draft_vocabulary
 from specdec.core.errors import UserError
 from tests.support.block_oracle import BlockOracle
 from tests.support.eagle3_worker import STOPS, _teach, answers, made_up, target
 from tests.support.tiny import VOCAB
+from tests.support.tiny_blocks import SHAPE, random_block, spec_of
 from training.heads import Origin, head_of
 from training.packing import PackedRows, pack
-from training.recipe import BlockShape, Rates, Recipe, block_for, read_block_recipe
+from training.recipe import Rates, Recipe, block_for, read_block_recipe
 from training.teacher import TeacherOutput
 from training.trainer import Trainer
 from training.vocabulary import count_generated
 
 pytestmark = pytest.mark.usefixtures("cheap_programs")
 
-SHAPE = BlockShape(
-    ffw=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    layers=2,
-    slots=4,
-    rank=8,
-    window=9,
-    max_position=512,
-    draft_vocab=200,
-)
 RECIPE = Recipe(
     seed=3,
     steps=24,
@@ -58,10 +46,6 @@ RECIPE = Recipe(
 )
 
 
-def spec_of(shape: BlockShape = SHAPE):
-    return block_for(target()[1], shape, STOPS)
-
-
 def test_a_target_with_a_head_of_its_own_lends_that_one():
     """Not its embedding, by which serving makes no logits."""
     arch = replace(target()[1], own_head=True)
@@ -70,16 +54,6 @@ def test_a_target_with_a_head_of_its_own_lends_that_one():
     blank = np.ones(arch.hidden, np.float32)
     start = head_of(spec).start(Origin(table, blank), np.arange(VOCAB))
     assert np.array_equal(start["lm_head"], table)
-
-
-def random_block(spec) -> BlockHead:
-    random, weights = np.random.default_rng(2), {}
-    for name, shape in tensors(spec).items():
-        noise = random.standard_normal(shape).astype(np.float32)
-        weights[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
-    whole = spec.draft_vocab == spec.vocab
-    ids = None if whole else np.sort(random.choice(spec.vocab, spec.draft_vocab, replace=False))
-    return BlockHead(spec, weights, ids)
 
 
 @pytest.mark.parametrize(
