@@ -71,7 +71,8 @@ class PrefixCache:
 
     def resume(self, seq: Sequence) -> int:
         """Restore the longest kept prefix of a seated sequence. Returns the number of its tokens
-        that need no prefill, never all: the prefill of the last chunk chooses the first token."""
+        that need no prefill, never all: the prefill of the last chunk chooses the first token.
+        Raises MemoryError only where the cache can give way."""
         if seq.reuse is None:
             return 0
         prompt = seq.tokens[: seq.prompt_len]
@@ -84,9 +85,9 @@ class PrefixCache:
         found = next((n for n in range(most, 0, -1) if path.boundary(n) in self.pool), 0)
         self._paths[seq] = self._planned(path, seq.reuse.partings, known)
         self.queries += seq.prompt_len
-        if found:
-            self._restore(seq, path, found)
-            self.hits += found * self.unit
+        if not found or not self._restored(seq, path, found):
+            return 0
+        self.hits += found * self.unit
         return found * self.unit
 
     def keep(self, seq: Sequence, stop: int) -> None:
@@ -139,6 +140,16 @@ class PrefixCache:
         parting = (min(at // self.unit, count) for at in partings)
         kept = frozenset(n for n in (*ends, *parting, shared) if n > 0)
         return _Path(path.names, kept, shared)
+
+    def _restored(self, seq: Sequence, path: _Path, last: int) -> bool:
+        """Whether there was room for it; else the slot may be written in part."""
+        try:
+            self._restore(seq, path, last)
+        except MemoryError:
+            if self.pool.device_bytes:
+                raise
+            return False  # read from its start, the prompt may well have room
+        return True
 
     def _restore(self, seq: Sequence, path: _Path, last: int) -> None:
         chunks = [self.pool[path.chunk(n)] for n in range(1, last + 1)]

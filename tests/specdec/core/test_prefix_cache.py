@@ -256,6 +256,25 @@ def test_a_host_without_memory_fails_no_request(device, monkeypatch):
     assert answered(engine, prompt)[0] == 0
 
 
+@pytest.mark.parametrize("device", [0, 200, 10**6])
+def test_what_cannot_be_copied_back_is_read_anew(device, monkeypatch):
+    """Once nothing that is kept can give way."""
+    engine, prompt = cached_engine(device=device), words(30)
+    answered(engine, prompt)
+    cache, tried = engine.prefix_cache, []
+
+    def refuse(seq, stop, chunks, boundary):
+        tried.append(cache.pool.device_bytes)
+        engine.target.fed[seq.slot] = -5  # written in part
+        raise MemoryError("no room for a snapshot of a prompt")
+
+    monkeypatch.setattr(cache.owners[0], "restore", refuse)
+    assert [answered(engine, prompt)[0] for _ in range(3)] == [0, 0, 0]
+    assert tried[-1] == 0 and cache.hits == 0
+    monkeypatch.undo()
+    assert answered(engine, prompt)[0] == 24
+
+
 def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008
     """A request that is cancelled once so many further prefill chunks are read."""
     seq = Sequence(list(prompt), Sampling(seed=3), reuse=reuse)
