@@ -188,7 +188,7 @@ def serving_engine(
         warm_pictures(engine, model.target.vision, alone)
     with status("timing plain decoding"):
         measure_plain(engine)
-    grant(engine, budget_for(model, prefix).device)
+    grant(engine, budget_for(model, prefix))
     return engine
 
 
