@@ -191,10 +191,17 @@ def test_answers_stay_within_their_bound(kept, most):
     for scope, text in kept:
         answers.keep(scope, text)
         assert answers.size <= most
-    if kept and most >= 2:
+    if kept and kept[-1][1] and most >= 2:
         scope, text = kept[-1]
         whole = text[-(most // 2) :]
         assert any(read_only(where, whole).length == len(whole) for where in answers.of(scope))
+
+
+def test_a_scope_without_an_answer_takes_no_memory():
+    drafter = SuffixDrafter(2, answers=100)
+    for scope in "abcd":
+        answered(drafter, [], scope)
+    assert not drafter._answers._shelves
 
 
 def decoded(make, k: int) -> list[list[int]]:
