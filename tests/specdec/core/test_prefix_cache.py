@@ -10,6 +10,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.prefix_cache import cache as caches
 from specdec.core.prefix_cache.keys import chain
+from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Reuse, Sampling, Sequence
 from tests.support.fakes import FakeTarget
 from tests.support.fakes_snapshots import (
@@ -219,6 +220,17 @@ def test_snapshots_give_way_before_anything_is_refused(spare):
         answered(engine, words(60, seed), Reuse(partings=(20,)))
     assert engine.prefix_cache.pool.host_bytes > 0
     assert answered(engine, words(60, 3) + words(9, 8))[0] > 0
+
+
+def test_a_moment_without_memory_costs_the_device_s_share_for_a_while_only(caplog):
+    pool = SnapshotPool(Budget(device=10**6, host=0))
+    pool.put("first", (FakeSnapshot(0, RING),))
+    assert pool.give_way() and not pool.device_bytes and not pool.give_way()
+    assert caplog.text.count("short of memory") == 1
+    for number in range(3000):
+        pool.put(number, (FakeSnapshot(0, RING),))
+        assert pool.device_bytes <= RING // 2 + 50 * (number + 1)
+    assert pool.device_bytes > 10**5
 
 
 def test_what_fails_without_snapshots_fails():
