@@ -1,5 +1,5 @@
 """The device loops' lookup, on the host: it guesses the tokens that followed the longest suffix of
-the text at its last occurrence."""
+the text at its last occurrence. And what the host loop's drafters share with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import numpy as np
 
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
+AT_ONCE = 2048
+"""Tokens of a text that an index in Python takes up in one call: nobody decodes meanwhile. Behind a
+long prompt that the prefix cache restored, it says nothing for some cycles."""
 SEEN = 1 << 14
 """Tokens of the text's end that the twin searches, anew in each cycle."""
 

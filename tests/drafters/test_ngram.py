@@ -75,6 +75,18 @@ def test_the_twin_follows_a_text_that_grows_and_looks_at_its_end_alone():
     assert twin.propose([seq], 2).tokens.tolist() == [[NO_GUESS] * 2] and twin.matched(seq) == 0
 
 
+def test_a_long_prefix_that_needed_no_prefill_is_read_bit_by_bit():
+    seq = Sequence([*range(100, 10_000), 1, 2, 3, 4, 1, 2], slot=0)
+    drafter, reads = NgramDrafter(), []
+    drafter.reset(seq)
+    drafter.prefill(seq, 9_000, len(seq.tokens), None)
+    for _ in range(4):
+        reads.append(drafter._indices[0].indexed)
+        guesses = drafter.propose([seq], 2).tokens[0].tolist()
+        assert (guesses == [3, 4]) == (drafter._indices[0].indexed == len(seq.tokens))
+    assert reads == [2048, 4096, 6144, 8192] and drafter.matched(seq) == 2
+
+
 def test_a_match_that_reaches_the_end_repeats_with_its_period():
     drafter = NgramDrafter()
     seq = Sequence([8, 1, 2, 1, 2])
@@ -98,7 +110,8 @@ def test_the_index_does_not_look_back():
     seq.slot = 0
     seq.tokens = Counting(range(50_000))
     drafter.reset(seq)
-    drafter.propose([seq], 4)
+    for stop in range(2000, 50_001, 2000):
+        drafter.prefill(seq, stop - 2000, stop, None)
     Counting.reads = 0
     seq.tokens.extend([3, 4, 5])
     drafter.propose([seq], 4)
