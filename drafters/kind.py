@@ -86,6 +86,8 @@ class PlacedDrafter:
     drafter has them."""
     composite: Composite | None = None
     """Set for drafters that are made of others."""
+    text_alone: bool = False
+    """Whether the step of a device loop reads the text itself, and needs no host's drafter."""
 
 
 class Draft(Protocol):
@@ -132,6 +134,7 @@ class TextDraft:
             lambda k: self.host(),
             lambda drafter: self.steps[target.backend](target),
             twin=self.twin,
+            text_alone=True,
         )
 
 

@@ -236,8 +236,11 @@ class Generation:
 
     def _check(self, update: Update) -> None:
         if update.finish in ("error", "cancelled"):
-            self._open.discard(update.index)
-            self._ended(update.index, "error", "error")
+            dead = self.context.runner.failure is not None  # the others' errors have come too
+            failed = self._open.copy() if dead else {update.index}
+            self._open -= failed
+            for index in sorted(failed):
+                self._ended(index, "error", "error")
             if update.shutting_down:
                 headers = {"Retry-After": str(RETRY_SECONDS)}
                 raise ApiError(503, update.error or "", code="draining", headers=headers)

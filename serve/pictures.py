@@ -26,7 +26,7 @@ MOST_PICTURES = 32
 PICTURE_BODY = 24 * 2**20
 """Bytes that a body may have where pictures are taken: one of 12 megapixels as PNG fits."""
 MOST_HELD = 160 * 2**20
-"""Bytes of pixels, resized, of all requests that wait or run; one picture has some 2 MB."""
+"""Bytes of pixels, resized, that are held for all requests; one picture has some 2 MB."""
 DETAILS = ("auto", "low", "high", "original")
 RETRY_SECONDS = 2
 PARAM = "messages"
@@ -123,7 +123,8 @@ def _data_of(url: str) -> bytes:
 
 
 class PictureRoom:
-    """Bounds the pixels that are held for requests which wait or run."""
+    """Bounds the pixels that are held for requests: until their prompts are read, or, where texts
+    may be read again, until they end."""
 
     def __init__(self, most: int = MOST_HELD) -> None:
         self._most, self._held = most, 0
@@ -149,7 +150,7 @@ class PictureRoom:
             if self._held and self._held + size > self._most:
                 raise ApiError(
                     429,
-                    "too many pictures are waiting already: retry in a moment",
+                    "too many pictures are held already: retry in a moment",
                     code="queue_full",
                     headers={"Retry-After": str(RETRY_SECONDS)},
                 )

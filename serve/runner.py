@@ -242,9 +242,11 @@ class EngineRunner:
         updates: list[tuple[Ticket, Update]] = []
         for event in events:
             ticket, index = self._live[event.sequence]
-            if event.finish is not None:
-                # drafters and loops keep a slot's last sequence, and pictures are large
+            if event.finish is not None or self.engine.scheduler.pages is None:
+                # large, and not read again: only for want of pages is a text read anew. Drafters
+                # and loops keep a slot's last sequence
                 event.sequence.pictures = ()
+            if event.finish is not None:
                 with self._lock:
                     del self._live[event.sequence]
                     self._room.leave(event.sequence.owner.caller)

@@ -14,6 +14,7 @@ STEP = 1024
 PREFIX_SHARE = 4
 """A default context leaves 1/PREFIX_SHARE of the memory beside the weights to the prefix cache."""
 GIB = 1 << 30
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,29 @@ def host_free() -> int | None:
     """Bytes of the machine's memory that a process can still take; None where the system does not
     report it. A container's limit counts (cgroup v2)."""
     free = _available()
-    limit, used = (
-        _number(Path("/sys/fs/cgroup") / f"memory.{part}") for part in ("max", "current")
-    )
-    if limit is not None and used is not None:
-        free = min(free if free is not None else limit, max(0, limit - used))
-    return free
+    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
+    if limit is None or used is None:
+        return free
+    left = max(0, limit - used + _pages_of_files())
+    return left if free is None else min(free, left)
+
+
+def host_total() -> int:
+    """Bytes of the machine's memory, or those that its container may take where that is less."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _number(CGROUP / "memory.max")
+    return whole if limit is None else min(whole, limit)
+
+
+def _pages_of_files() -> int:
+    """Bytes of files that were read, weights too: a container's use counts them, but they go where
+    memory is short."""
+    try:
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    pairs = (line.split() for line in lines)
+    return sum(int(size) for name, size in pairs if name in ("active_file", "inactive_file"))
 
 
 def _available() -> int | None:

@@ -22,7 +22,7 @@ import torch
 from drafters import registry
 from specdec.assembly.engine import make_engine, warm_up
 from specdec.assembly.model import load_model, random_model
-from specdec.assembly.prefix import UNBOUNDED, grant
+from specdec.assembly.prefix import UNBOUNDED
 from specdec.core.config import ModelConfig, PrefixConfig
 from specdec.core.engine import Engine
 from specdec.core.provenance import gpus, run_record
@@ -83,7 +83,7 @@ def measured(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(TURNS):
         for place in ("device", "host"):
             cache.clear()
-            grant(engine, UNBOUNDED)
+            cache.pool.budget.device = UNBOUNDED
             before = words(options.shared + BEYOND)
             times["keeping"].append(first_token(engine, before, Reuse())[0])
             prompt = before + words(NEWS)

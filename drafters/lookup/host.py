@@ -1,17 +1,24 @@
 """The device loops' lookup, on the host: it guesses the tokens that followed the longest suffix of
-the text at its last occurrence."""
+the text at its last occurrence. And what the host loop's drafters share with it."""
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from collections.abc import Sequence as Seqs
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
-SEEN = 1 << 14
-"""Tokens of the text's end that the twin searches, anew in each cycle."""
+AT_ONCE = 2048
+"""Tokens of a text that an index in Python takes up in one call: nobody decodes meanwhile. Behind a
+long prompt that the prefix cache restored, it says nothing for some cycles."""
+COMPARED = 1 << 14
+"""Latest occurrences of the text's last token that the twin compares: a bound on the work, which
+only a text that repeats one token more often meets."""
 
 
 def continuation(tokens: Seqs[int] | np.ndarray, follow: int, k: int) -> list[int]:
@@ -21,10 +28,13 @@ def continuation(tokens: Seqs[int] | np.ndarray, follow: int, k: int) -> list[in
     return [max(int(tokens[follow + i % period]), NO_GUESS) for i in range(k)]
 
 
-def longest_suffix(text: np.ndarray, shortest: int, longest: int) -> tuple[int, int]:
+def longest_suffix(
+    text: np.ndarray, follows: np.ndarray, shortest: int, longest: int
+) -> tuple[int, int]:
     """The longest suffix of text [S], of `shortest` to `longest` tokens, that occurred before:
-    where it was last followed by a token, and its length; (0, 0) where there is none."""
-    found, places = (0, 0), np.arange(1, len(text))
+    where it was last followed by a token, and its length; (0, 0) where there is none. follows:
+    what is behind the last token's earlier occurrences, in their order."""
+    found, places = (0, 0), follows
     for n in range(1, min(longest, len(text) - 1) + 1):
         places = places[places >= n]
         places = places[text[places - n] == text[-n]]
@@ -43,14 +53,27 @@ class _Text:
     size: int = 0
     matched: int = 0
     """Length of the suffix that was found last."""
+    follows: defaultdict[int, array[int]] = field(
+        default_factory=lambda: defaultdict(partial(array, "i"))
+    )
+    """By token, the positions behind it."""
 
-    def read(self, tokens: list[int]) -> np.ndarray:
-        """-> the text's end."""
-        if len(tokens) > len(self.tokens):
-            self.tokens = np.resize(self.tokens, 2 * len(tokens))
-        self.tokens[self.size : len(tokens)] = tokens[self.size :]
-        self.size = len(tokens)
-        return self.tokens[max(0, self.size - SEEN) : self.size]
+    def read(self, tokens: list[int], stop: int) -> None:
+        """Take up the text before `stop`."""
+        if stop > len(self.tokens):
+            self.tokens = np.resize(self.tokens, 2 * stop)
+        news = tokens[self.size : stop]
+        self.tokens[self.size : self.size + len(news)] = news
+        for position, token in enumerate(news, self.size + 1):
+            self.follows[token].append(position)
+        self.size += len(news)
+
+    def suffix(self, shortest: int, longest: int) -> tuple[np.ndarray, int]:
+        """The text, and where its longest suffix was followed (see `longest_suffix`)."""
+        text = self.tokens[: self.size]
+        behind = np.frombuffer(self.follows[int(text[-1])], np.int32)
+        follow, self.matched = longest_suffix(text, behind[-COMPARED - 1 : -1], shortest, longest)
+        return text, follow
 
 
 class LookupTwin:
@@ -65,14 +88,14 @@ class LookupTwin:
         self._texts[seq.slot] = _Text()
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
-        pass  # `propose` reads the engine's token history, there is nothing else to learn
+        self._texts[seq.slot].read(seq.tokens, stop)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
         for b, seq in enumerate(seqs):
             own = self._texts[seq.slot]
-            text = own.read(seq.tokens)
-            follow, own.matched = longest_suffix(text, *self._lengths)
+            own.read(seq.tokens, len(seq.tokens))
+            text, follow = own.suffix(*self._lengths)
             if own.matched:
                 draft[b] = continuation(text, follow, k)
         return Proposal(draft)

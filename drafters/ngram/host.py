@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafters.lookup.host import continuation
+from drafters.lookup.host import AT_ONCE, continuation
 from specdec.core.errors import UserError
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
@@ -45,7 +45,7 @@ class NgramDrafter:
         self._indices[seq.slot] = _Index()
 
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
-        pass  # `propose` reads the engine's token history, there is nothing else to learn
+        self._extend(self._indices[seq.slot], seq.tokens, stop)
 
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         draft = np.full((len(seqs), k), NO_GUESS, np.int32)
@@ -64,17 +64,20 @@ class NgramDrafter:
 
     def _lookup(self, seq: Sequence) -> int | None:
         index = self._indices[seq.slot]
-        self._extend(index, seq.tokens)
+        index.matched = 0
+        self._extend(index, seq.tokens, len(seq.tokens))
+        if index.indexed < len(seq.tokens):
+            return None
         for n in range(min(self.n_max, len(seq.tokens) - 1), self.n_min - 1, -1):
             follow = index.follows.get(tuple(seq.tokens[-n:]))
             if follow is not None:
                 index.matched = n
                 return follow
-        index.matched = 0
         return None
 
-    def _extend(self, index: _Index, tokens: list[int]) -> None:
-        for follow in range(max(index.indexed, 1), len(tokens)):
+    def _extend(self, index: _Index, tokens: list[int], stop: int) -> None:
+        stop = min(stop, index.indexed + AT_ONCE)
+        for follow in range(max(index.indexed, 1), stop):
             for n in range(self.n_min, min(self.n_max, follow) + 1):
                 index.follows[tuple(tokens[follow - n : follow])] = follow
-        index.indexed = len(tokens)
+        index.indexed = max(index.indexed, stop)

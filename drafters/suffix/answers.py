@@ -37,9 +37,11 @@ class Answers:
     def keep(self, scope: str, answer: Seqs[int]) -> None:
         """Keep the end of an answer that has ended, as much of it as fits."""
         half = self._most // 2
+        answer = answer[-half:] if half else ()
+        if not answer:
+            return
         shelf = self._shelves.setdefault(scope, _Shelf())
         self._shelves.move_to_end(scope)
-        answer = answer[-half:] if half else ()
         if shelf.newer.size + len(answer) > half:
             shelf.newer, shelf.older = SuffixAutomaton(), shelf.newer
         for token in answer:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from drafters.lookup.host import AT_ONCE
 from drafters.suffix.answers import Answers
 from drafters.suffix.automaton import Match, SuffixAutomaton
 from specdec.core.errors import UserError
@@ -88,13 +89,15 @@ class SuffixDrafter:
     def _guess(self, row: _Row) -> list[int]:
         self._look_at_answers(row)
         self._read(row, len(row.seq.tokens))
+        if row.own.size < len(row.seq.tokens):
+            return []
         where, match = row.found
         if match.length >= self.shortest:
             row.expected = where.continuation(match, AHEAD)
         return row.expected
 
     def _read(self, row: _Row, stop: int) -> None:
-        for token in row.seq.tokens[row.own.size : stop]:
+        for token in row.seq.tokens[row.own.size : min(stop, row.own.size + AT_ONCE)]:
             # before the token is known: its own place is no earlier occurrence
             row.match = row.own.advanced(row.match, token)
             row.own.append(token)

@@ -13,6 +13,7 @@ import numpy as np
 
 from drafters import registry
 from drafters.kind import Composite
+from drafters.none.host import NoDrafter
 from specdec.assembly.model import Model, Status, quiet
 from specdec.assembly.prefix import budget_for, grant, make_prefix_cache, warm_prefix_cache
 from specdec.core.config import Loop, PrefixConfig, SpeculationConfig
@@ -69,6 +70,7 @@ def make_engine(
         if script is not None and composite is not None:
             script.wrap_weighted = composite.wrap_on_device
         driver = model.backend.device_loop(target, placed.on_device(drafter), k, script)
+        drafter = NoDrafter() if placed.text_alone else drafter
     cache = make_prefix_cache(model, placed, drafter, prefix)
     if script is not None:
         target, drafter = _scripted(target, drafter, script, composite)
@@ -188,7 +190,7 @@ def serving_engine(
         warm_pictures(engine, model.target.vision, alone)
     with status("timing plain decoding"):
         measure_plain(engine)
-    grant(engine, budget_for(model, prefix).device)
+    grant(engine, budget_for(model, prefix))
     return engine
 
 

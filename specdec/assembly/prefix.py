@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,15 @@ from specdec.core.prefix_cache.cache import PrefixCache
 from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Sequence
 from targets.backend import snapshots_of
+from targets.memory import host_free, host_total
 
 GIB = 1 << 30
 GRAIN = 64 << 20
 """Host memory is taken in pieces of so many bytes (targets.cuda.host_blocks)."""
 HOST_GIB = 8
 HOST_SHARE = 4
-"""By default the cache takes at most 1/HOST_SHARE of the machine's memory."""
+"""By default the cache takes at most 1/HOST_SHARE of the machine's memory, or of its container's,
+and half of what is free."""
 UNBOUNDED = 1 << 62
 
 
@@ -30,7 +31,7 @@ def make_prefix_cache(
 ) -> PrefixCache | None:
     """The engine's prefix cache; None if it is turned off, or if no prompt can be longer than a
     chunk. It gets device memory later, by `grant`. Raises UserError."""
-    host, target = host_budget(config), model.target
+    (host, _), target = host_budget(config), model.target
     if not config.prefix_cache:
         return None
     own = snapshots_of(target)
@@ -47,15 +48,19 @@ def fits(unit: int, max_len: int) -> bool:
     return unit + 2 <= max_len
 
 
-def host_budget(config: PrefixConfig) -> int:
-    """Bytes. Raises UserError."""
+def host_budget(config: PrefixConfig) -> tuple[int, str]:
+    """Bytes, and where they came from. Raises UserError."""
     asked = config.cache_ram
     if asked is None:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(HOST_GIB * GIB, whole // HOST_SHARE) // GRAIN * GRAIN
+        free = host_free()
+        limits = {"default": HOST_GIB * GIB, "a quarter of all": host_total() // HOST_SHARE}
+        if free is not None:
+            limits["half of what is free"] = free // 2
+        least = min(limits, key=lambda name: limits[name])
+        return limits[least] // GRAIN * GRAIN, least
     if not 0 <= asked < 2**20:
         raise UserError(f"--cache-ram must be 0 or more GiB, got {asked:g}")
-    return int(asked * GIB) // GRAIN * GRAIN
+    return int(asked * GIB) // GRAIN * GRAIN, "as asked"
 
 
 def warm_prefix_cache(engine: Engine) -> None:
@@ -70,10 +75,10 @@ def warm_prefix_cache(engine: Engine) -> None:
     cache.pool.budget = budget
 
 
-def grant(engine: Engine, device: int) -> None:
-    """Set the cache's budget of device memory, in bytes: what is spare after warm-up."""
+def grant(engine: Engine, budget: PrefixBudget) -> None:
+    """Set the cache's budget: what is spare after warm-up."""
     if engine.prefix_cache is not None:
-        engine.prefix_cache.pool.budget.device = device
+        engine.prefix_cache.pool.budget = Budget(budget.device, budget.host)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class PrefixBudget:
     max_len: int
     device: int
     host: int
+    host_from: str
+    """Where `host` came from."""
     wanted: bool
 
     def __str__(self) -> str:
@@ -95,7 +102,7 @@ class PrefixBudget:
                 f"off, for no prompt of a context of {self.max_len} tokens (--max-len) is longer "
                 f"than a chunk of {self.unit}"
             )
-        host = f"{self.host / GIB:.1f} GiB of host memory (--cache-ram)"
+        host = f"{self.host / GIB:.1f} GiB of host memory (--cache-ram: {self.host_from})"
         device = f"{self.device / GIB:.1f} GiB of device memory and " if self.device else ""
         return f"up to {device}{host}, in chunks of {self.unit} tokens"
 
@@ -103,5 +110,5 @@ class PrefixBudget:
 def budget_for(model: Model, config: PrefixConfig) -> PrefixBudget:
     """The budget for an engine on this model, by the memory that is free now. Raises UserError."""
     own, longest = snapshots_of(model.target), model.target.max_len
-    spare, host = own.spare_bytes(), host_budget(config)
-    return PrefixBudget(own.unit, longest, spare, host, config.prefix_cache)
+    spare = own.spare_bytes()
+    return PrefixBudget(own.unit, longest, spare, *host_budget(config), config.prefix_cache)

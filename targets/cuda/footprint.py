@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
+from specdec.core.constraint import mask_words
 from specdec.core.errors import TooLarge
 from specdec.core.pages import PagePlan
 from targets.arch import Arch, LayerSpec
 from targets.cuda import tiles
 from targets.cuda.attention import partial_bytes
 from targets.cuda.cache import CHUNK, entries, padded_head, slack_of
-from targets.cuda.graphs import TOKENS, bucket_of, first_rows, padding_of, prompt_graphs
+from targets.cuda.graphs import BUCKETS, TOKENS, bucket_of, first_rows, padding_of, prompt_graphs
 from targets.cuda.int4 import GROUP
 from targets.cuda.int8 import WORDS
 from targets.cuda.load import SHORT, first_of
@@ -239,7 +240,7 @@ def _remedy(arch: Arch, shape: TargetShape, free: int, pages: bool) -> str:
 
 
 def _workspace(arch: Arch, shape: TargetShape) -> int:
-    """The runtime itself, the logits of a verify and of prompts' graphs, each slot's bias,
+    """The runtime itself, the logits of a verify and of prompts' graphs, each slot's bias, masks,
     attention's partial results and angles, and a chunk's prefill."""
     rows = bucket_of(shape.slots) * shape.width
     logits = 4 * arch.vocab * (LOGIT_COPIES * rows + shape.slots) + graphs_logit_bytes(arch, shape)
@@ -249,7 +250,15 @@ def _workspace(arch: Arch, shape: TargetShape) -> int:
     kinds = {(layer.rope, layer.head_dim) for layer in arch.layers}
     angles = sum(4 * shape.max_len * head_dim for _, head_dim in kinds)
     calls = first_call_bytes(arch, shape) + prefill_bytes(arch, shape)
-    return RUNTIME + logits + partial + angles + calls
+    return RUNTIME + logits + mask_bytes(arch, shape) + partial + angles + calls
+
+
+def mask_bytes(arch: Arch, shape: TargetShape) -> int:
+    """The masks that graphs of guided cycles keep, each its own: of all batches once, at the full
+    depth. Those of further depths and samplers come out of MARGIN."""
+    most = bucket_of(shape.slots)
+    rows = sum(batch for batch in BUCKETS if batch <= most) * shape.width
+    return 4 * mask_words(arch.vocab) * rows
 
 
 def _first_rows(shape: TargetShape) -> int:

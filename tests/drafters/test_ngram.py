@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from drafters.lookup.host import SEEN, LookupTwin
+from drafters.lookup.host import COMPARED, LookupTwin
 from drafters.lookup.jax import TracedLookup
 from drafters.ngram.host import NgramDrafter
 from specdec.core.errors import UserError
@@ -65,14 +65,53 @@ def test_the_traced_twin_guesses_the_same(texts):
         assert [host.matched(seq) for seq in seqs] == [twin.matched(seq) for seq in seqs]
 
 
-def test_the_twin_follows_a_text_that_grows_and_looks_at_its_end_alone():
-    twin, seq = LookupTwin(2, 32), Sequence([1, 2, 3, 1, 2], slot=0)
+def test_the_twin_finds_what_lies_far_back():
+    seq = Sequence([1, 2, 3, *range(10, 100_000), 1, 2], slot=0)
+    twin = LookupTwin(2, 32)
     twin.reset(seq)
-    assert twin.propose([seq], 3).tokens.tolist() == [[3, 1, 2]]
-    seq.tokens += [9] * (SEEN - 8) + [1, 2]
-    assert twin.propose([seq], 2).tokens.tolist() == [[9, 9]] and twin.matched(seq) == 2
-    seq.tokens += [9] * SEEN + [1, 2]
-    assert twin.propose([seq], 2).tokens.tolist() == [[NO_GUESS] * 2] and twin.matched(seq) == 0
+    assert twin.propose([seq], 3).tokens.tolist() == [[3, 10, 11]] and twin.matched(seq) == 2
+    seq.tokens += [7, 1, 2]
+    assert twin.propose([seq], 3).tokens.tolist() == [[7, 1, 2]]
+
+
+def test_the_twin_s_work_is_bounded_where_one_token_fills_the_text():
+    twin = LookupTwin(2, 32)
+    for others, guesses in ((COMPARED - 1, [9, 2]), (COMPARED, [NO_GUESS] * 2)):
+        seq = Sequence([5, 2, 9, *[2] * others, 5, 2], slot=0)
+        twin.reset(seq)
+        assert twin.propose([seq], 2).tokens.tolist() == [guesses]
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.integers(1, 59))
+def test_the_twin_guesses_what_the_kernel_does_while_the_text_grows(text, first):
+    """The rule of sources/lookup.cu: (matched tokens, position), the greatest."""
+
+    def matching(follow, end):
+        pairs = zip(text[:follow][::-1][:4], text[:end][::-1], strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(follow, 4))
+
+    seq = Sequence(text[:first], slot=0)
+    twin = LookupTwin(2, 4)
+    twin.reset(seq)
+    twin.prefill(seq, 0, first // 2, None)
+    for end in range(len(seq.tokens), len(text) + 1):
+        seq.tokens[:] = text[:end]
+        found = max(((matching(f, end), f) for f in range(1, end)), default=(0, 0))
+        expected = [text[found[1] + i % (end - found[1])] for i in range(3)]
+        guesses = twin.propose([seq], 3).tokens[0].tolist()
+        assert guesses == (expected if found[0] >= 2 else [NO_GUESS] * 3)
+
+
+def test_a_long_prefix_that_needed_no_prefill_is_read_bit_by_bit():
+    seq = Sequence([*range(100, 10_000), 1, 2, 3, 4, 1, 2], slot=0)
+    drafter, reads = NgramDrafter(), []
+    drafter.reset(seq)
+    drafter.prefill(seq, 9_000, len(seq.tokens), None)
+    for _ in range(4):
+        reads.append(drafter._indices[0].indexed)
+        guesses = drafter.propose([seq], 2).tokens[0].tolist()
+        assert (guesses == [3, 4]) == (drafter._indices[0].indexed == len(seq.tokens))
+    assert reads == [2048, 4096, 6144, 8192] and drafter.matched(seq) == 2
 
 
 def test_a_match_that_reaches_the_end_repeats_with_its_period():
@@ -98,7 +137,8 @@ def test_the_index_does_not_look_back():
     seq.slot = 0
     seq.tokens = Counting(range(50_000))
     drafter.reset(seq)
-    drafter.propose([seq], 4)
+    for stop in range(2000, 50_001, 2000):
+        drafter.prefill(seq, stop - 2000, stop, None)
     Counting.reads = 0
     seq.tokens.extend([3, 4, 5])
     drafter.propose([seq], 4)

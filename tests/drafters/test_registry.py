@@ -11,6 +11,7 @@ import pytest
 from drafters import registry
 from drafters.kind import DrafterKind, TextDraft
 from drafters.none.host import NoDrafter
+from drafters.suffix.host import SuffixDrafter
 from specdec.assembly.engine import make_engine
 from specdec.assembly.model import load_model
 from specdec.core.config import ModelConfig, SpeculationConfig
@@ -85,6 +86,14 @@ def test_an_unknown_drafter_is_one_line_in_every_loop(capsys, backend, loop):
     )
     names = ", ".join(registry.KINDS)
     assert f"unknown drafter 'medusa': choose one of {names}" in line
+
+
+def test_a_device_loop_with_lookup_builds_no_index_on_the_host():
+    speculation = registry.config_type()(drafter="suffix", loop="device")
+    model = load_model(ModelConfig(**MODEL), speculation)
+    assert isinstance(make_engine(model, speculation).drafter, NoDrafter)
+    host = make_engine(model, registry.config_type()(drafter="suffix", loop="host"))
+    assert isinstance(host.drafter, SuffixDrafter)
 
 
 @pytest.fixture

@@ -191,10 +191,35 @@ def test_answers_stay_within_their_bound(kept, most):
     for scope, text in kept:
         answers.keep(scope, text)
         assert answers.size <= most
-    if kept and most >= 2:
+    if kept and kept[-1][1] and most >= 2:
         scope, text = kept[-1]
         whole = text[-(most // 2) :]
         assert any(read_only(where, whole).length == len(whole) for where in answers.of(scope))
+
+
+def test_a_scope_without_an_answer_takes_no_memory():
+    drafter = SuffixDrafter(2, answers=100)
+    for scope in "abcd":
+        answered(drafter, [], scope)
+    assert not drafter._answers._shelves
+
+
+def test_a_long_prefix_that_needed_no_prefill_is_read_bit_by_bit():
+    text = np.random.default_rng(0).integers(0, 9000, 9_990).tolist() + [1, 2, 3, 4, 1, 2]
+    lazy, whole = Sequence(list(text), slot=0), Sequence(list(text), slot=1)
+    drafter = SuffixDrafter(2)
+    for seq in (lazy, whole):
+        drafter.reset(seq)
+    for stop in range(1000, len(text) + 1000, 1000):
+        drafter.prefill(whole, 0, min(stop, len(text)), None)
+    drafter.prefill(lazy, 9_900, len(text), None)
+    sizes, guesses = [], []
+    for _ in range(4):
+        sizes.append(drafter._rows[0].own.size)
+        guesses = drafter.propose([lazy], 2).tokens[0].tolist()
+        assert (guesses == [NO_GUESS] * 2) == (drafter._rows[0].own.size < len(text))
+    assert sizes == [2048, 4096, 6144, 8192]
+    assert [guesses] == drafter.propose([whole], 2).tokens.tolist() == [[3, 4]]
 
 
 def decoded(make, k: int) -> list[list[int]]:

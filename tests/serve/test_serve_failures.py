@@ -134,6 +134,16 @@ def test_an_engine_that_dies_is_not_silent(caplog):
     assert "device lost" in caplog.text
 
 
+def test_each_choice_of_a_dead_engine_counts_as_an_error():
+    with serving(ServedTarget(slots=2)) as running:
+        running.target.broken = True
+        assert running.post("completions", prompt="abc", n=4, max_tokens=30).status_code == 500
+        found = running.metrics()
+    labels = f'{{engine="0",finished_reason="%s",model_name="{MODEL}"}}'
+    ends = [found[f"vllm:request_success_total{labels % end}"] for end in ("error", "abort")]
+    assert ends == [4, 0]
+
+
 def test_shutdown_tells_whoever_still_waits():
     with serving(ServedTarget(slots=1, pause=0.02)) as running, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}

@@ -17,6 +17,7 @@ from serve.runner import EngineRunner, Mailbox, Update, joined
 from serve.schema import CompletionRequest, parse
 from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
+from specdec.core.pages import PagePlan, Pages
 from specdec.core.pictures import Picture, PlacedPicture, place_ids
 from specdec.core.types import Sequence, TokenLogprob
 from tests.support.fakes import FakeTarget
@@ -115,13 +116,34 @@ def test_a_client_that_reads_late_leaves_the_event_loop_to_others():
     assert turns >= 1000 // AT_ONCE
 
 
-def test_an_ended_sequence_holds_no_picture():
-    """Drafters and loops keep a slot's last sequence; idle servers had no room for pictures."""
+def seeing(max_tokens):
+    """A request with a picture."""
     picture = Picture(np.zeros((9, 3), np.uint8), np.zeros((9, 2), np.int32), 3, b"name")
     placed = (PlacedPicture(1, picture),)
-    ended, left = (
-        Sequence([2, *place_ids(1, 3), 4], max_tokens=n, pictures=placed) for n in (2, 5000)
-    )
+    return Sequence([2, *place_ids(1, 3), 4], max_tokens=max_tokens, pictures=placed)
+
+
+@pytest.mark.parametrize("pages", [None, Pages(PagePlan(4096, 8, 2, 8000, 4), 2)])
+def test_a_picture_is_held_as_long_as_its_prompt_may_be_read(pages):
+    """With pages a text may give way, and is read again."""
+    seq, target = seeing(5000), FakeTarget(slots=2, max_len=8000)
+    drafter = NoDrafter()
+    engine = Engine(target, drafter, host_cycle(target, drafter, 0), pages=pages)
+
+    async def run():
+        runner = EngineRunner(engine)
+        runner.start()
+        await anext(runner.submit([seq]).updates)
+        held = seq.pictures
+        await asyncio.to_thread(runner.close)
+        return held
+
+    assert bool(asyncio.run(run())) == (pages is not None)
+
+
+def test_an_ended_sequence_holds_no_picture():
+    """Drafters and loops keep a slot's last sequence; idle servers had no room for pictures."""
+    ended, left = seeing(2), seeing(5000)
 
     async def run():
         target = FakeTarget(slots=2, max_len=8000)

@@ -1,4 +1,5 @@
-"""The default context and memory plans: what fits is known before anything is loaded."""
+"""The default context and memory plans: what fits is known before anything is loaded. And the host
+memory that kept prompts may take."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import jax
 import pytest
 
 from specdec.assembly.model import random_model
-from specdec.core.config import ModelConfig, SpeculationConfig
+from specdec.assembly.prefix import host_budget
+from specdec.core.config import ModelConfig, PrefixConfig, SpeculationConfig
 from specdec.core.errors import UserError
 from targets.arch import parse_arch, released
 from targets.backend import TargetRequest
@@ -17,10 +19,11 @@ from targets.jax import memory
 from targets.jax.backend import JaxBackend
 from targets.jax.cache import entries, key_dims
 from targets.jax.load import JaxOptions, make_plan, random_target
-from targets.memory import MOST_CONTEXT, Need, default_context
+from targets.memory import MOST_CONTEXT, Need, default_context, host_free, host_total
 from tests.support.tiny import config_of
 
 GB = 10**9
+GIB = 1 << 30
 
 
 def needs(context: int) -> Need:
@@ -100,6 +103,41 @@ def test_a_split_cache_is_counted_as_each_device_holds_it(monkeypatch, model, tp
         for layer, n in zip(arch.layers, heads, strict=True)
     )
     assert memory.need(arch, options, None)(4096).cache == expected
+
+
+def in_container(monkeypatch, folder, limit, used, files=0):
+    """Of so many bytes, of which `used` are taken, `files` of them by files that were read."""
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    kinds = f"anon {used - files}\nfile {files}\ninactive_file {files - 1}\nactive_file 1\n"
+    (folder / "memory.stat").write_text(kinds if files else "anon 0\n")
+    monkeypatch.setattr("targets.memory.CGROUP", folder)
+    monkeypatch.setattr("targets.memory._available", lambda: 200 * GIB)
+    monkeypatch.setattr("os.sysconf", lambda name: 2**19)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "files", "budget", "words"),
+    [
+        (2 * GIB, GIB + 2, 0, GIB // 2 - (64 << 20), "half of what is free"),
+        (2 * GIB, GIB, GIB, GIB // 2, "a quarter of all"),  # files give way
+        (6 * GIB, 5 * GIB, 0, GIB // 2, "half of what is free"),
+        ("max", 100 * GIB, 0, 8 * GIB, "default"),
+    ],
+)
+def test_kept_prompts_stay_within_the_container(
+    monkeypatch, tmp_path, limit, used, files, budget, words
+):
+    in_container(monkeypatch, tmp_path, limit, used, files)
+    assert host_budget(PrefixConfig()) == (budget, words)
+    assert host_budget(PrefixConfig(cache_ram=3)) == (3 * GIB, "as asked")
+
+
+def test_a_container_counts_in_the_host_s_memory(monkeypatch, tmp_path):
+    in_container(monkeypatch, tmp_path, 6 * GIB, 5 * GIB, 2 * GIB)
+    assert (host_free(), host_total()) == (3 * GIB, 6 * GIB)
+    monkeypatch.setattr("targets.memory.CGROUP", tmp_path / "none")
+    assert (host_free(), host_total()) == (200 * GIB, 256 * GIB)
 
 
 def held(tree: Any) -> int:

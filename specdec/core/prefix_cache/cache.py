@@ -75,16 +75,17 @@ class PrefixCache:
 
     def resume(self, seq: Sequence) -> int:
         """Restore the longest kept prefix of a seated sequence. Returns the number of its tokens
-        that need no prefill, never all: the prefill of the last chunk chooses the first token."""
+        that need no prefill, never all: the prefill of the last chunk chooses the first token.
+        Raises MemoryError only where the cache can give way."""
         if seq.reuse is None:
             return 0
         path = self._path(seq)
         known, found = self._longest(path, seq.prompt_len)
         self._paths[seq] = self._planned(path, seq.reuse.partings, known)
         self.queries += seq.prompt_len
-        if found:
-            self._restore(seq, path, found // self.unit)
-            self.hits += found
+        if not found or not self._restored(seq, path, found // self.unit):
+            return 0
+        self.hits += found
         return found
 
     def _path(self, seq: Sequence) -> _Path:
@@ -150,6 +151,16 @@ class PrefixCache:
         parting = (min(at // self.unit, count) for at in partings)
         kept = frozenset(n for n in (*ends, *parting, shared) if n > 0)
         return _Path(path.names, kept, shared)
+
+    def _restored(self, seq: Sequence, path: _Path, last: int) -> bool:
+        """Whether there was room for it; else the slot may be written in part."""
+        try:
+            self._restore(seq, path, last)
+        except MemoryError:
+            if self.pool.device_bytes:
+                raise
+            return False  # read from its start, the prompt may well have room
+        return True
 
     def _restore(self, seq: Sequence, path: _Path, last: int) -> None:
         chunks = [self.pool[path.chunk(n)] for n in range(1, last + 1)]

@@ -13,6 +13,9 @@ from specdec.core.prefix_cache.snapshots import Snapshot
 log = logging.getLogger("specdec.prefix_cache")
 Parts = tuple[Snapshot | None, ...]
 """One entry's snapshots, one of each owner."""
+REGAINED = 20_000
+"""After so many further entries the pool may take all of its device budget again. Counted, so that
+several processes agree."""
 
 
 @dataclass
@@ -45,6 +48,8 @@ class SnapshotPool:
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self._device, self._host = _Tier(), _Tier()
+        self._given_up = 0
+        """Bytes of the device budget that are not used for now, as others need them."""
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._device.entries or key in self._host.entries
@@ -68,6 +73,7 @@ class SnapshotPool:
         """Keep an entry with device memory as the most recently used; evicts others if need be."""
         self._device.entries[key] = _Entry(parts, lasting)
         self._device.used += _on_device(parts)
+        self._given_up = max(0, self._given_up - -(-self.budget.device // REGAINED))
         self._settle()
 
     def touch(self, keys: Iterable[Hashable]) -> None:
@@ -87,19 +93,24 @@ class SnapshotPool:
                 tier.entries[key].superseded = True
 
     def give_way(self) -> bool:
-        """Lower the device budget for good to half of what is used, and evict. False: nothing is
-        used."""
-        if not self._device.entries:
+        """Give up half of the device memory that is used; it is taken again little by little.
+        False: nothing is used."""
+        used = self._device.used
+        if not used:
             return False
-        self.budget.device = self._device.used // 2
+        self._given_up = self.budget.device - used // 2
         self._settle()
+        left = self._device.used
+        log.warning("the device is short of memory: kept prompts get %d of %d bytes", left, used)
         return True
 
     def clear(self) -> None:
         self._device, self._host = _Tier(), _Tier()
+        self._given_up = 0
 
     def _settle(self) -> None:
-        while self._device.entries and self._device.used > self.budget.device:
+        most = self.budget.device - self._given_up
+        while self._device.entries and self._device.used > most:
             key, entry = self._device.entries.popitem(last=False)
             self._device.used -= _on_device(entry.parts)
             if not entry.superseded:

@@ -10,6 +10,7 @@ from specdec.core.cycle import host_cycle
 from specdec.core.engine import Engine
 from specdec.core.prefix_cache import cache as caches
 from specdec.core.prefix_cache.keys import chain
+from specdec.core.prefix_cache.pool import Budget, SnapshotPool
 from specdec.core.types import Reuse, Sampling, Sequence
 from tests.support.fakes import FakeTarget
 from tests.support.fakes_snapshots import (
@@ -233,6 +234,17 @@ def test_snapshots_give_way_before_anything_is_refused(spare):
     assert answered(engine, words(60, 3) + words(9, 8))[0] > 0
 
 
+def test_a_moment_without_memory_costs_the_device_s_share_for_a_while_only(caplog):
+    pool = SnapshotPool(Budget(device=10**6, host=0))
+    pool.put("first", (FakeSnapshot(0, RING),))
+    assert pool.give_way() and not pool.device_bytes and not pool.give_way()
+    assert caplog.text.count("short of memory") == 1
+    for number in range(3000):
+        pool.put(number, (FakeSnapshot(0, RING),))
+        assert pool.device_bytes <= RING // 2 + 50 * (number + 1)
+    assert pool.device_bytes > 10**5
+
+
 def test_what_fails_without_snapshots_fails():
     target = Cramped(slots=2, chunk=4)
     engine = target.engine = cached_engine(target=target)
@@ -266,6 +278,25 @@ def test_a_host_without_memory_fails_no_request(device, monkeypatch):
         answered(engine, words(30, seed))
     assert len(tried) == 1 and engine.prefix_cache.pool.host_bytes == 0
     assert answered(engine, prompt)[0] == 0
+
+
+@pytest.mark.parametrize("device", [0, 200, 10**6])
+def test_what_cannot_be_copied_back_is_read_anew(device, monkeypatch):
+    """Once nothing that is kept can give way."""
+    engine, prompt = cached_engine(device=device), words(30)
+    answered(engine, prompt)
+    cache, tried = engine.prefix_cache, []
+
+    def refuse(seq, stop, chunks, boundary):
+        tried.append(cache.pool.device_bytes)
+        engine.target.fed[seq.slot] = -5  # written in part
+        raise MemoryError("no room for a snapshot of a prompt")
+
+    monkeypatch.setattr(cache.owners[0], "restore", refuse)
+    assert [answered(engine, prompt)[0] for _ in range(3)] == [0, 0, 0]
+    assert tried[-1] == 0 and cache.hits == 0
+    monkeypatch.undo()
+    assert answered(engine, prompt)[0] == 24
 
 
 def left_after(engine, prompt, chunks, reuse=Reuse()):  # noqa: B008

@@ -82,7 +82,17 @@ def test_what_graphs_of_prompts_keep_is_counted(change, rows, prompts):
     assert footprint.graphs_logit_bytes(B31, shape) == 4 * 262_144 * prompts
     more = need(replace(B31, vocab=B31.vocab + 32), shape).workspace - need(B31, shape).workspace
     verified = bucket_of(shape.slots) * shape.width
-    assert more == 4 * 32 * (3 * verified + shape.slots + prompts)
+    masked = footprint.mask_bytes(B31, shape) // 8192  # of so many words, which become one more
+    assert more == 4 * 32 * (3 * verified + shape.slots + prompts) + masked
+
+
+def test_masks_of_guided_cycles_are_counted():
+    """Each graph of one has masks of its own."""
+    shape = replace(SHAPE, slots=64, width=16)
+    masks = footprint.mask_bytes(B31, shape)
+    assert masks == 4 * 262_144 // 32 * (1 + 2 + 4 + 8 + 16 + 32 + 48 + 64) * 16
+    assert masks < need(B31, shape).workspace - footprint.RUNTIME
+    assert footprint.mask_bytes(B31, replace(shape, slots=1)) == 32_768 * 16
 
 
 def test_graphs_of_prompts_with_pictures_keep_as_much():
