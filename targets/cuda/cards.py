@@ -65,6 +65,8 @@ class CardsTarget:
         return step
 
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        if start == 0:
+            self.seat(seq)
         with catching_oom(f"a chunk of {stop - start} tokens"):
             self.reserve(seq.slot, stop)
             self._on_each(lambda rank: rank.prepare_prefill(start, stop))
@@ -78,6 +80,8 @@ class CardsTarget:
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
         if len(seqs) == 1:
             return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
+        for seq in seqs:
+            self.seat(seq)
         with catching_oom(f"{len(seqs)} prompts at once"):
             for seq in seqs:
                 self.reserve(seq.slot, seq.prompt_len)

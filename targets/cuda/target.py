@@ -58,6 +58,8 @@ class CudaTarget(CudaVerifier):
 
     @torch.inference_mode()
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        if start == 0:
+            self.seat(seq)
         for read in self.enqueued_parts(seq, start, stop):
             yield read and read()
 
@@ -65,10 +67,9 @@ class CudaTarget(CudaVerifier):
     def enqueued_parts(
         self, seq: Sequence, start: int, stop: int
     ) -> Iterator[Callable[[], Step] | None]:
-        """`prefill_parts` on the device; the last part's step is read by what is returned."""
+        """`prefill_parts` of a seated sequence on the device; the last part's step is read by what
+        is returned."""
         with catching_oom(f"a chunk of {stop - start} tokens"):
-            if start == 0:
-                self.seat(seq)
             self.reserve(seq.slot, stop)
             placed, soft = within(start, stop, seq.pictures), []
             for part in rows_of(self.soft_tokens, placed, seq.reuse):
@@ -129,14 +130,15 @@ class CudaTarget(CudaVerifier):
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
         if len(seqs) == 1:
             return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
+        for seq in seqs:
+            self.seat(seq)
         with catching_oom(f"{len(seqs)} prompts at once"):
             return self.enqueue_all(seqs)()
 
     @torch.inference_mode()
     def enqueue_all(self, seqs: Seqs[Sequence]) -> Callable[[], list[Step]]:
-        """`prefill_all` of two prompts or more on the device; -> what reads the steps."""
+        """`prefill_all` of two seated prompts or more on the device; -> what reads the steps."""
         for seq in seqs:
-            self.seat(seq)
             self.reserve(seq.slot, seq.prompt_len)
         lengths = [seq.prompt_len for seq in seqs]
         size = self._padded_together(max(lengths))

@@ -1,0 +1,92 @@
+"""What several cards are told, and in which order: nothing that waits lies between the launches of
+one step. Each rank is a whole model on the CPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.core.types import Sampling, Sequence
+from targets import mini
+from targets.cuda.cards import CardsTarget
+from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.target import CudaTarget
+
+SIZES = {"slots": 2, "device": "cpu", "max_len": 128, "chunk": 64, "short": 16}
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def cards_of(**options) -> CardsTarget:
+    ranks = [load_target(mini.path("mini"), CudaOptions(**SIZES | options)) for _ in range(2)]
+    return CardsTarget(ranks[0].arch, ranks)
+
+
+def logged(monkeypatch, log, where, name, rank=lambda *given: ""):
+    """Log each call of where.name, before it."""
+    honest = getattr(where, name)
+
+    def call(*given, **named):
+        log.append((name, rank(*given)))
+        return honest(*given, **named)
+
+    monkeypatch.setattr(where, name, call)
+
+
+def long_prompt(slot=0, **given) -> Sequence:
+    return Sequence([2, *range(5, 44)], slot=slot, **given)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Names of what was called, in order."""
+    log = []
+    for name in ("seat", "_call", "short"):
+        logged(monkeypatch, log, CudaTarget, name)
+    return log
+
+
+def names(log):
+    return [name for name, _ in log]
+
+
+def seated_first(log):
+    found = names(log)
+    last = max(i for i, name in enumerate(found) if name == "seat")
+    return last < min(i for i, name in enumerate(found) if name != "seat")
+
+
+def test_all_cards_are_seated_before_a_prompt_is_launched_on_any(events):
+    """A request may have biases by the hundred thousand."""
+    list(cards_of().prefill_parts(long_prompt(), 0, 40))
+    assert names(events).count("seat") == 2 and seated_first(events)
+
+
+def test_all_cards_are_seated_before_prompts_that_are_read_together(events):
+    target = cards_of()
+    target.prefill_all([Sequence([2, 5, 6], slot=0), Sequence([2, 7], slot=1)])
+    assert names(events).count("seat") == 4 and seated_first(events)
+
+
+def test_a_slots_biases_are_one_copy(monkeypatch):
+    target, log = load_target(mini.path("mini"), CudaOptions(**SIZES)), []
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, target.vocab, 10_000)  # some of them more than once
+    biases = rng.uniform(-100, 100, len(ids))
+    expected = target.bias[1].clone()
+    for token, bias in zip(ids.tolist(), biases.tolist(), strict=True):
+        expected[token] += bias
+    seq = Sequence([2], Sampling(logit_bias=tuple(zip(ids.tolist(), biases.tolist(), strict=True))))
+    seq.slot = 1
+    logged(monkeypatch, log, torch.Tensor, "__setitem__")
+    target.seat(seq)
+    assert len(log) < 15
+    assert torch.equal(target.bias[1].view(torch.int32), expected.view(torch.int32))
+    target.seat(Sequence([2], slot=1))
+    assert torch.equal(target.bias[1], target.bias[0])
