@@ -200,7 +200,7 @@ class CardsCycle:
         prepared = self._on_each(lambda cycle, _: cycle.prepare(seqs))
         forced = self._on_each(lambda cycle, i: cycle.launch(prepared[i]))
         former = self._on_each(lambda cycle, i: cycle.end(prepared[i], forced[i]))
-        return rounds(former[0], seqs)
+        return on_card(self._ranks[0], partial(rounds, former[0], seqs))
 
     def _on_each(self, work: Callable[[CapturedCycle, int], Result]) -> list[Result]:
         """With the card's cycle and its number."""

@@ -4,6 +4,8 @@ one step. Each rank is a whole model on the CPU."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import torch
 
 from specdec.core.types import Sampling, Sequence
 from targets import mini
-from targets.cuda.cards import CardsTarget
+from targets.cuda import cards
+from targets.cuda.cards import CardsCycle, CardsTarget, OnCards
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.target import CudaTarget
 
@@ -90,3 +93,37 @@ def test_a_slots_biases_are_one_copy(monkeypatch):
     assert torch.equal(target.bias[1].view(torch.int32), expected.view(torch.int32))
     target.seat(Sequence([2], slot=1))
     assert torch.equal(target.bias[1], target.bias[0])
+
+
+class StubCycle:
+    """Of one card, in place of a captured one."""
+
+    def __init__(self, launch=lambda: None, wait=lambda: None) -> None:
+        self._launch, self._wait = launch, wait
+
+    def prepare(self, seqs):
+        return None
+
+    def launch(self, prepared):
+        self._launch()
+
+    def end(self, prepared, forced_prefix):
+        return SimpleNamespace(done=SimpleNamespace(synchronize=self._wait))
+
+
+def cycle_of(monkeypatch, *stubs) -> CardsCycle:
+    waiting = list(stubs)
+    monkeypatch.setattr(cards, "device_loop", lambda *given: waiting.pop(0))
+    ranks = [SimpleNamespace(device=torch.device("cpu"))] * len(stubs)
+    target: Any = SimpleNamespace(ranks=ranks)
+    none: Any = [None] * len(stubs)
+    return CardsCycle(target, OnCards(none), 4)
+
+
+def test_the_device_loop_says_what_to_look_for_where_a_card_waited_in_vain(monkeypatch):
+    def trapped():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    cycle = cycle_of(monkeypatch, StubCycle(wait=trapped), StubCycle())
+    with pytest.raises(RuntimeError, match="^a GPU waited 2 seconds in vain"):
+        cycle([], False)
