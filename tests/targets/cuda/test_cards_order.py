@@ -15,7 +15,9 @@ from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.cuda import cards
 from targets.cuda.cards import CardsCycle, CardsTarget, OnCards
+from targets.cuda.host_blocks import BLOCK, SLAB, host_blocks
 from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.snapshots import TensorSnapshot
 from targets.cuda.target import CudaTarget
 
 SIZES = {"slots": 2, "device": "cpu", "max_len": 128, "chunk": 64, "short": 16}
@@ -127,3 +129,20 @@ def test_the_device_loop_says_what_to_look_for_where_a_card_waited_in_vain(monke
     cycle = cycle_of(monkeypatch, StubCycle(wait=trapped), StubCycle())
     with pytest.raises(RuntimeError, match="^a GPU waited 2 seconds in vain"):
         cycle([], False)
+
+
+def test_host_memory_of_one_cards_copies_is_never_anothers(monkeypatch):
+    """Each card copies in a stream of its own: what one gives back may still be written by it."""
+    empty = torch.empty
+
+    def plain(*given, device=None, pin_memory=False, **named):
+        return empty(*given, **named)
+
+    monkeypatch.setattr(torch, "empty", plain)
+    most = torch.zeros(SLAB - BLOCK, dtype=torch.uint8)
+    first, second = TensorSnapshot.of([most]), TensorSnapshot.of([most])
+    first._device, second._device = torch.device("cuda", 0), torch.device("cuda", 1)
+    given_back = {block.data_ptr() for block in second.to_host()._blocks}
+    taken = first.to_host()._blocks
+    host_blocks.cache_clear()
+    assert not given_back & {block.data_ptr() for block in taken}
