@@ -69,8 +69,9 @@ class CardsTarget:
             self.seat(seq)
         with catching_oom(f"a chunk of {stop - start} tokens"):
             self.reserve(seq.slot, stop)
-            self._on_each(lambda rank: rank.prepare_prefill(start, stop))
-        parts = [rank.enqueued_parts(seq, start, stop) for rank in self.ranks]
+            rooms = self._on_each(lambda rank: rank.prepare_prefill(start, stop))
+        pairs = zip(self.ranks, rooms, strict=True)
+        parts = [rank.enqueued_parts(seq, start, stop, room) for rank, room in pairs]
         for reads in self._in_turns(parts):
             yield reads[0] and self._with_features(self._read(reads))
 

@@ -146,3 +146,36 @@ def test_host_memory_of_one_cards_copies_is_never_anothers(monkeypatch):
     taken = first.to_host()._blocks
     host_blocks.cache_clear()
     assert not given_back & {block.data_ptr() for block in taken}
+
+
+def test_features_of_a_prompt_take_no_memory_between_launches(monkeypatch):
+    target, log = cards_of(features=(0, 2)), []
+    seq = Sequence([2, *range(5, 60)], slot=0)
+    target.prefill(seq, 0, 16)
+    honest, running = CudaTarget._call, []
+
+    def call(rank, rows):
+        log.append("call")
+        running.append(rank)
+        out = honest(rank, rows)
+        running.pop()
+        return out
+
+    monkeypatch.setattr(CudaTarget, "_call", call)
+    for where, name in ((torch, "cat"), (torch, "empty"), (torch.Tensor, "clone")):
+        own = getattr(where, name)
+
+        def noted(*given, own=own, name=name, **named):
+            log.extend([] if running else [name])
+            return own(*given, **named)
+
+        monkeypatch.setattr(where, name, noted)
+    step = target.prefill(seq, 16, 56)
+    first = log.index("call")
+    assert log[first : first + 6] == ["call"] * 6
+    alone = cards_of(features=(0, 2)).ranks[0]
+    alone.prefill(seq, 0, 16)
+    expected = alone.prefill(seq, 16, 56).features
+    assert step.features is not None and expected is not None
+    assert [own.dtype for own in step.features] == [torch.float32] * 2
+    assert all(torch.equal(own, expected) for own in step.features)
