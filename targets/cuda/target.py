@@ -60,8 +60,9 @@ class CudaTarget(CudaVerifier):
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
         if start == 0:
             self.seat(seq)
-        for read in self.enqueued_parts(seq, start, stop):
-            yield read and read()
+        with catching_oom(f"a chunk of {stop - start} tokens"):
+            for read in self.enqueued_parts(seq, start, stop):
+                yield read and read()
 
     @torch.inference_mode()
     def enqueued_parts(
@@ -69,23 +70,22 @@ class CudaTarget(CudaVerifier):
     ) -> Iterator[Callable[[], Step] | None]:
         """`prefill_parts` of a seated sequence on the device; the last part's step is read by what
         is returned. room: what `prepare_prefill` took."""
-        with catching_oom(f"a chunk of {stop - start} tokens"):
-            self.reserve(seq.slot, stop)
-            placed, soft = within(start, stop, seq.pictures), []
-            for part in rows_of(self.soft_tokens, placed, seq.reuse):
-                if part is None:
-                    yield None
-                else:
-                    soft.append(part)
-            pictures = list(zip(placed, soft, strict=True))
-            own = soft_rows(start, pictures)
-            rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
-            remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
-            ends = stop == seq.prompt_len
-            chunk = rows, start, seq.slot, ends
-            made = self._pictures(*chunk, pictures) if pictures else self._chunk(*chunk, room)
-            for out in made:
-                yield out and partial(self._read, seq, stop, rows, out, own)
+        self.reserve(seq.slot, stop)
+        placed, soft = within(start, stop, seq.pictures), []
+        for part in rows_of(self.soft_tokens, placed, seq.reuse):
+            if part is None:
+                yield None
+            else:
+                soft.append(part)
+        pictures = list(zip(placed, soft, strict=True))
+        own = soft_rows(start, pictures)
+        rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
+        remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
+        ends = stop == seq.prompt_len
+        chunk = rows, start, seq.slot, ends
+        made = self._pictures(*chunk, pictures) if pictures else self._chunk(*chunk, room)
+        for out in made:
+            yield out and partial(self._read, seq, stop, rows, out, own)
 
     @catching_oom("the choice after a prompt")
     def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden, soft: SoftRows) -> Step:

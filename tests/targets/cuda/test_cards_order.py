@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from drafters.cards import DividedHeads
 from specdec.core.types import Sampling, Sequence
 from targets import mini
 from targets.cuda import cards
 from targets.cuda.cards import CardsCycle, CardsTarget, OnCards
 from targets.cuda.host_blocks import BLOCK, SLAB, host_blocks
+from targets.cuda.host_drafter import HostHead
 from targets.cuda.load import CudaOptions, load_target
 from targets.cuda.snapshots import TensorSnapshot
 from targets.cuda.target import CudaTarget
@@ -179,3 +181,71 @@ def test_features_of_a_prompt_take_no_memory_between_launches(monkeypatch):
     assert step.features is not None and expected is not None
     assert [own.dtype for own in step.features] == [torch.float32] * 2
     assert all(torch.equal(own, expected) for own in step.features)
+
+
+def without_room(*given):
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+NO_ROOM = "^a GPU ran out of memory while another one waited"
+
+
+@pytest.fixture
+def given_back(monkeypatch):
+    """How often torch was told to give memory back, which waits for every card."""
+    log = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("given back"))
+    return log
+
+
+def test_a_prompt_that_one_card_has_begun_fails_for_good(monkeypatch, given_back):
+    target = cards_of()
+    monkeypatch.setattr(target.ranks[1], "_call", without_room)
+    with pytest.raises(RuntimeError, match=NO_ROOM):
+        list(target.prefill_parts(long_prompt(), 0, 40))
+    assert not given_back
+
+
+def test_prompts_that_one_card_has_begun_fail_for_good(monkeypatch, given_back):
+    target = cards_of()
+    monkeypatch.setattr(target.ranks[1], "short", without_room)
+    with pytest.raises(RuntimeError, match=NO_ROOM):
+        target.prefill_all([Sequence([2, 5, 6], slot=0), Sequence([2, 7], slot=1)])
+    assert not given_back
+
+
+def test_a_verify_that_one_card_has_begun_fails_for_good(monkeypatch, given_back):
+    target = cards_of()
+    seq = long_prompt()
+    target.prefill(seq, 0, 40)
+    seq.tokens.append(7)
+    nothing = np.empty((1, 0), np.int32)
+    target.verify([seq], nothing)
+    monkeypatch.setattr(target.ranks[1], "step", without_room)
+    with pytest.raises(RuntimeError, match=NO_ROOM):
+        target.verify([seq], nothing)
+    assert not given_back
+
+
+def test_what_fails_before_any_card_has_begun_is_one_requests(monkeypatch, given_back):
+    target = cards_of()
+    monkeypatch.setattr(target.ranks[1], "prepare_prefill", without_room)
+    with pytest.raises(MemoryError, match="a chunk of 40 tokens"):
+        list(target.prefill_parts(long_prompt(), 0, 40))
+    assert given_back
+
+
+def test_a_draft_that_one_card_has_begun_fails_for_good(monkeypatch, given_back):
+    target = cards_of()
+    heads: list[Any] = [
+        SimpleNamespace(target=rank, propose=lambda *given: None) for rank in target.ranks
+    ]
+    each = [HostHead(head) for head in heads]
+    divided = DividedHeads(target.ranks, each)
+    divided.propose([long_prompt()], 3)
+    heads[1].propose = without_room
+    with pytest.raises(RuntimeError, match=NO_ROOM):
+        divided.propose([long_prompt()], 3)
+    assert not given_back
+    with pytest.raises(MemoryError, match="the draft head"):
+        divided.propose([long_prompt()], 2)
