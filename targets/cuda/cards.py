@@ -23,7 +23,7 @@ from specdec.core.types import MAX_DRAFT, Array, Round, Sequence, Step
 from targets.arch import Arch
 from targets.cuda.device_drafter import DeviceDrafter
 from targets.cuda.device_loop import CapturedCycle, device_loop, rounds
-from targets.cuda.graphs import ForwardOutput
+from targets.cuda.graphs import ForwardOutput, no_collection
 from targets.cuda.ops import Rows
 from targets.cuda.out_of_memory import catching_oom, ran_out
 from targets.cuda.plan import ARITHMETIC
@@ -222,7 +222,8 @@ def launching() -> Iterator[None]:
     """While a step is launched on one card after the other. Raises RuntimeError where memory ran
     out: a card that has begun waits for the others, so that nothing is given back or goes on."""
     try:
-        yield
+        with no_collection():
+            yield
     except (MemoryError, RuntimeError) as problem:
         if not isinstance(problem, MemoryError) and not ran_out(problem):
             raise

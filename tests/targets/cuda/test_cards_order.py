@@ -3,6 +3,8 @@ one step. Each rank is a whole model on the CPU."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -249,3 +251,32 @@ def test_a_draft_that_one_card_has_begun_fails_for_good(monkeypatch, given_back)
     assert not given_back
     with pytest.raises(MemoryError, match="the draft head"):
         divided.propose([long_prompt()], 2)
+
+
+class Litter:
+    """What an older engine leaves behind: it waits for its card where it is freed."""
+
+    def __init__(self, log) -> None:
+        self.own = self
+        weakref.finalize(self, log.append, "freed").atexit = False
+
+
+def test_nothing_is_freed_between_launches(monkeypatch):
+    log = []
+
+    def launch():
+        log.append("launch")
+        Litter(log)
+        assert len([[] for _ in range(1000)]) == 1000
+
+    cycle = cycle_of(monkeypatch, StubCycle(launch), StubCycle(launch))
+    monkeypatch.setattr(cards, "rounds", lambda *given: [])
+    usual = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        cycle([], False)
+    finally:
+        gc.set_threshold(*usual)
+    gc.collect()
+    assert log == ["launch", "launch", "freed", "freed"]
+    assert gc.isenabled()
