@@ -21,6 +21,7 @@ from targets.cuda.cards import CardsCycle, CardsTarget, OnCards
 from targets.cuda.host_blocks import BLOCK, SLAB, host_blocks
 from targets.cuda.host_drafter import HostHead
 from targets.cuda.load import CudaOptions, load_target
+from targets.cuda.sampler import HostRecords
 from targets.cuda.snapshots import TensorSnapshot
 from targets.cuda.target import CudaTarget
 
@@ -135,14 +136,19 @@ def test_the_device_loop_says_what_to_look_for_where_a_card_waited_in_vain(monke
         cycle([], False)
 
 
-def test_host_memory_of_one_cards_copies_is_never_anothers(monkeypatch):
-    """Each card copies in a stream of its own: what one gives back may still be written by it."""
+def unpinned(monkeypatch):
+    """torch.empty makes ordinary memory, whatever is asked for."""
     empty = torch.empty
 
     def plain(*given, device=None, pin_memory=False, **named):
         return empty(*given, **named)
 
     monkeypatch.setattr(torch, "empty", plain)
+
+
+def test_host_memory_of_one_cards_copies_is_never_anothers(monkeypatch):
+    """Each card copies in a stream of its own: what one gives back may still be written by it."""
+    unpinned(monkeypatch)
     most = torch.zeros(SLAB - BLOCK, dtype=torch.uint8)
     first, second = TensorSnapshot.of([most]), TensorSnapshot.of([most])
     first._device, second._device = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -280,3 +286,13 @@ def test_nothing_is_freed_between_launches(monkeypatch):
     gc.collect()
     assert log == ["launch", "launch", "freed", "freed"]
     assert gc.isenabled()
+
+
+def test_records_wait_for_their_own_card(monkeypatch):
+    waited = []
+    unpinned(monkeypatch)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *given, device, **named: zeros(*given, **named))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    HostRecords(2, 3, torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
