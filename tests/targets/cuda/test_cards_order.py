@@ -16,8 +16,9 @@ import torch
 from drafters.cards import DividedHeads
 from specdec.core.types import Sampling, Sequence
 from targets import mini
-from targets.cuda import cards
+from targets.cuda import cards, device_loop
 from targets.cuda.cards import CardsCycle, CardsTarget, OnCards
+from targets.cuda.device_loop import CapturedCycle, GraphKey
 from targets.cuda.host_blocks import BLOCK, SLAB, host_blocks
 from targets.cuda.host_drafter import HostHead
 from targets.cuda.load import CudaOptions, load_target
@@ -296,3 +297,32 @@ def test_records_wait_for_their_own_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     HostRecords(2, 3, torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_page_locked_memory_is_taken_before_any_launch(monkeypatch, guided):
+    log, key = [], GraphKey(2, 4, False, False, guided=guided)
+    monkeypatch.setattr(device_loop, "page_locked", lambda rows: log.append("locked") or rows)
+    seq: Any = SimpleNamespace(slot=1, seatings=0)
+
+    class Placed(list):
+        def copy_(self, rows, non_blocking):
+            self[:] = rows.tolist()
+
+    cycle: Any = object.__new__(CapturedCycle)
+    slots = Placed()
+    replay = SimpleNamespace(replay=lambda: log.append("launch"), record=lambda: None)
+    cycle.fed, cycle.pending, cycle.owners = {}, None, {1: (seq, 0)}
+    parts = SimpleNamespace(slots=slots, drafted=replay, guides=SimpleNamespace(put_first=str))
+    parts.graphs = SimpleNamespace(parts=(replay, replay, replay))
+    cycle.in_parts, cycle.graphs = {key: parts}, {key: (slots, None, replay)}
+    cycle.drafter = SimpleNamespace(ready=lambda seqs: None)
+    monkeypatch.setattr(CapturedCycle, "_key", lambda *given: key)
+    monkeypatch.setattr(device_loop, "constrained", lambda seqs: guided)
+    monkeypatch.setattr(device_loop, "takes_known", lambda *given: False)
+    monkeypatch.setattr(device_loop, "forced_prefix_of", lambda *given: None)
+    prepared = cycle.prepare([seq])
+    assert log == ["locked"] and slots == [1, -1]
+    cycle.launch(prepared)
+    cycle.launch(cycle.prepare([seq]))
+    assert log.count("locked") == 1
