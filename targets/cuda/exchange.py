@@ -133,7 +133,8 @@ def exchange_bytes(ranks: int, rows: int, width: int) -> int:
 
 
 def check_peers(devices: Seqs[int]) -> None:
-    """Raises UserError where a card can't reach another one's memory."""
+    """Raises UserError where a card can't reach another one's memory, or is of another kind: the
+    library's sums, which drafters and long prompts have, may then differ."""
     there = torch.cuda.device_count()
     if len(devices) > there:
         raise UserError(
@@ -146,6 +147,19 @@ def check_peers(devices: Seqs[int]) -> None:
                 f"GPU {a} can't reach the memory of GPU {b}: --tp needs cards with peer access "
                 "(nvidia-smi topo -p2p r shows them); run one server per card instead"
             )
+    first, *others = devices
+    for other in others:
+        if _kind(other) != _kind(first):
+            raise UserError(
+                f"GPU {other} ({_kind(other)}) is of another kind than GPU {first} "
+                f"({_kind(first)}): --tp needs equal cards; run one server per card instead"
+            )
+
+
+def _kind(device: int) -> str:
+    found = torch.cuda.get_device_properties(device)
+    capability = f"compute capability {found.major}.{found.minor}"
+    return f"{found.name}, {capability}, {found.multi_processor_count} multiprocessors"
 
 
 def _context(device: int) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,3 +146,17 @@ def test_cards_that_cant_reach_each_other(monkeypatch):
     monkeypatch.setattr(exchange.torch.cuda, "can_device_access_peer", lambda a, b: False)
     with pytest.raises(UserError, match="GPU 0 can't reach the memory of GPU 1"):
         check_peers(range(2))
+
+
+@pytest.mark.parametrize(
+    "other", [{"name": "NVIDIA H100"}, {"major": 10}, {"multi_processor_count": 114}]
+)
+def test_cards_of_two_kinds(monkeypatch, other):
+    kind = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132}
+    found = [SimpleNamespace(**kind), SimpleNamespace(**kind | other)]
+    monkeypatch.setattr(exchange.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(exchange.torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(exchange.torch.cuda, "get_device_properties", found.__getitem__)
+    with pytest.raises(UserError, match="GPU 1 .* is of another kind than GPU 0 "):
+        check_peers(range(2))
+    check_peers([0, 0])
