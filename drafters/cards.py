@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from drafters.kind import PlacedDrafter
 from specdec.core.types import Array, Proposal, Sequence, Step
-from targets.cuda.cards import CardsTarget, OnCards, on_card
+from targets.cuda.cards import CardsTarget, OnCards, launching, on_card
 from targets.cuda.exchange import silent
-from targets.cuda.host_drafter import HostHead
+from targets.cuda.host_drafter import HEAD, HostHead
+from targets.cuda.out_of_memory import catching_oom
 from targets.cuda.snapshots import CardsSnapshots
 from targets.cuda.target import CudaTarget
 from targets.cuda.verifier import sampler_needed
@@ -62,10 +63,11 @@ class DividedHeads(CardsDrafter):
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         shape = len(seqs), k, sampler_needed(seqs)
         if shape not in self._loaded:  # the driver loads kernels when they are first launched
-            with silent():
+            with catching_oom(HEAD), silent():
                 self._enqueued(seqs, k)
             self._loaded.add(shape)
-        rows = self._enqueued(seqs, k)
+        with launching():
+            rows = self._enqueued(seqs, k)
         return on_card(self.ranks[0], partial(self.each[0].read, rows[0]))
 
     def _enqueued(self, seqs: Seqs[Sequence], k: int) -> list[Any]:

@@ -9,6 +9,7 @@ first one's is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seqs
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,9 +23,9 @@ from specdec.core.types import MAX_DRAFT, Array, Round, Sequence, Step
 from targets.arch import Arch
 from targets.cuda.device_drafter import DeviceDrafter
 from targets.cuda.device_loop import CapturedCycle, device_loop, rounds
-from targets.cuda.graphs import ForwardOutput
+from targets.cuda.graphs import ForwardOutput, no_collection
 from targets.cuda.ops import Rows
-from targets.cuda.out_of_memory import catching_oom
+from targets.cuda.out_of_memory import catching_oom, ran_out
 from targets.cuda.plan import ARITHMETIC
 from targets.cuda.target import CudaTarget
 from targets.cuda.verifier import read_step
@@ -65,10 +66,13 @@ class CardsTarget:
         return step
 
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
+        if start == 0:
+            self.seat(seq)
         with catching_oom(f"a chunk of {stop - start} tokens"):
             self.reserve(seq.slot, stop)
-            self._on_each(lambda rank: rank.prepare_prefill(start, stop))
-        parts = [rank.enqueued_parts(seq, start, stop) for rank in self.ranks]
+            rooms = self._on_each(lambda rank: rank.prepare_prefill(start, stop))
+        pairs = zip(self.ranks, rooms, strict=True)
+        parts = [rank.enqueued_parts(seq, start, stop, room) for rank, room in pairs]
         for reads in self._in_turns(parts):
             yield reads[0] and self._with_features(self._read(reads))
 
@@ -78,11 +82,16 @@ class CardsTarget:
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
         if len(seqs) == 1:
             return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
+        for seq in seqs:
+            self.seat(seq)
         with catching_oom(f"{len(seqs)} prompts at once"):
             for seq in seqs:
                 self.reserve(seq.slot, seq.prompt_len)
             self._on_each(lambda rank: rank.prepare_all(seqs))
-            read = self._read(self._on_each(lambda rank: rank.enqueue_all(seqs)))
+        with launching():
+            reads = self._on_each(lambda rank: rank.enqueue_all(seqs))
+        with catching_oom(f"{len(seqs)} prompts at once"):
+            read = self._read(reads)
             return [self._with_features(steps) for steps in zip(*read, strict=True)]
 
     def verify(self, seqs: Seqs[Sequence], draft: Array) -> Step:
@@ -92,7 +101,8 @@ class CardsTarget:
             for seq in seqs:
                 self.reserve(seq.slot, len(seq.tokens))
             self._on_each(lambda rank: rank.prepare_verify(seqs, draft))
-            *_, results = self._in_turns([r.enqueued_verify(seqs, draft) for r in self.ranks])
+        *_, results = self._in_turns([r.enqueued_verify(seqs, draft) for r in self.ranks])
+        with catching_oom(f"a batch of {len(seqs)}"):
             return self._with_features(self._read([partial(read_step, own) for own in results]))
 
     def forward(self, rows: Rows, needs_sampler: bool) -> ForwardOutput:
@@ -101,7 +111,8 @@ class CardsTarget:
         batch, tokens = rows.tokens.shape
         self._on_each(lambda rank: rank.prepare_forward(batch, tokens, needs_sampler))
         pairs = zip(self.ranks, feed, strict=True)
-        return [on_card(rank, partial(rank.forward, own, needs_sampler)) for rank, own in pairs][0]
+        with launching():
+            return [on_card(r, partial(r.forward, own, needs_sampler)) for r, own in pairs][0]
 
     def reserve(self, slot: int, tokens: int) -> None:
         """As `CudaTarget.reserve`. Nothing is mapped while cards wait for each other."""
@@ -138,7 +149,8 @@ class CardsTarget:
         """Each card's next part, once it is enqueued on all."""
         while True:
             pairs = zip(self.ranks, parts, strict=True)
-            results = [on_card(rank, partial(next, part, END)) for rank, part in pairs]
+            with launching():
+                results = [on_card(rank, partial(next, part, END)) for rank, part in pairs]
             if END in results:
                 return
             yield results
@@ -194,14 +206,31 @@ class CardsCycle:
 
     def __call__(self, seqs: Seqs[Sequence], single: bool) -> list[Round]:
         prepared = self._on_each(lambda cycle, _: cycle.prepare(seqs))
-        forced = self._on_each(lambda cycle, i: cycle.launch(prepared[i]))
+        with launching():
+            forced = self._on_each(lambda cycle, i: cycle.launch(prepared[i]))
         former = self._on_each(lambda cycle, i: cycle.end(prepared[i], forced[i]))
-        return rounds(former[0], seqs)
+        return on_card(self._ranks[0], partial(rounds, former[0], seqs))
 
     def _on_each(self, work: Callable[[CapturedCycle, int], Result]) -> list[Result]:
         """With the card's cycle and its number."""
         pairs = enumerate(zip(self._ranks, self._cycles, strict=True))
         return [on_card(rank, partial(work, cycle, i)) for i, (rank, cycle) in pairs]
+
+
+@contextmanager
+def launching() -> Iterator[None]:
+    """While a step is launched on one card after the other. Raises RuntimeError where memory ran
+    out: a card that has begun waits for the others, so that nothing is given back or goes on."""
+    try:
+        with no_collection():
+            yield
+    except (MemoryError, RuntimeError) as problem:
+        if not isinstance(problem, MemoryError) and not ran_out(problem):
+            raise
+        raise RuntimeError(
+            "a GPU ran out of memory while another one waited for its part of a step: start with a "
+            "smaller --max-len or fewer --slots"
+        ) from problem
 
 
 def on_card(rank: CudaTarget, work: Callable[[], Result]) -> Result:

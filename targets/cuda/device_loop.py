@@ -197,6 +197,7 @@ class CapturedCycle:
         key = self._key(tuple(seqs), choice, guided)
         with catching_oom(f"a batch of {len(seqs)}"):  # else the last one stays to be read
             self._captured(key)
+            self._feed(key, tuple(seqs))
         return Prepared(tuple(seqs), key)
 
     @torch.inference_mode()
@@ -208,8 +209,7 @@ class CapturedCycle:
             return None
         if key.guided:
             return self._launch_guided(seqs, key)
-        slots, _, graph = self.graphs[key]
-        self._feed(key, slots, seqs)
+        _, _, graph = self.graphs[key]
         graph.replay()
         return None
 
@@ -256,7 +256,6 @@ class CapturedCycle:
         """Draft and forward: the host makes the masks of a draft while the forward runs."""
         parts = self.in_parts[key]
         draft, forward, _ = parts.graphs.parts
-        self._feed(key, parts.slots, seqs)
         forced_prefix = forced_prefix_of(seqs, key.k)
         parts.guides.put_first(None if forced_prefix is None else forced_prefix.rows)
         draft.replay()
@@ -289,12 +288,14 @@ class CapturedCycle:
         records.begin()
         return InParts(idle, records, guides, graphs, torch.cuda.Event(), torch.cuda.Stream())
 
-    def _feed(self, key: GraphKey, slots: torch.Tensor, seqs: tuple[Sequence, ...]) -> None:
+    @torch.inference_mode()
+    def _feed(self, key: GraphKey, seqs: tuple[Sequence, ...]) -> None:
         """Set the rows that the graphs of this key run next: these sequences' slots."""
         wanted = tuple(seq.slot for seq in seqs)
         if self.fed.get(key) != wanted:
             padded = np.full(key.batch, -1, np.int32)
             padded[: len(wanted)] = wanted
+            slots = self.in_parts[key].slots if key.guided else self.graphs[key][0]
             slots.copy_(page_locked(padded), non_blocking=True)
             self.fed[key] = wanted
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.core.errors import UserError
 from targets.cuda.launch import address, call, driver
+from targets.cuda.out_of_memory import catching_oom
 
 ROWS_AT_ONCE = 128
 """Rows whose CTAs all run at once, on any Hopper GPU: these send their sums themselves."""
@@ -100,7 +101,7 @@ class ExchangeMemory:
     """The inboxes of all cards, which each may write. They stay until the process ends."""
 
     def __init__(self, devices: Seqs[int], rows: int, width: int) -> None:
-        """Raises UserError where two cards can't reach each other's memory."""
+        """Raises UserError where two cards can't reach each other's memory, or have no room."""
         check_peers(devices)
         self._rows, self._bytes = rows, exchange_bytes(len(devices), rows, width)
         contexts = [_context(device) for device in devices]
@@ -109,7 +110,11 @@ class ExchangeMemory:
                 (status,) = driver().cuCtxEnablePeerAccess(context, 0)
                 if status.value not in (0, ALREADY_ENABLED):
                     raise RuntimeError(f"CUDA driver: {status.name}")
-        self._memory = [self._allocate(device) for device in devices]
+        try:
+            with catching_oom("what cards send each other"):
+                self._memory = [self._allocate(device) for device in devices]
+        except MemoryError as problem:
+            raise UserError(str(problem)) from problem
 
     def _allocate(self, device: int) -> int:
         """Empty: every byte 255. Not of torch's memory, which other cards can't reach."""
@@ -133,7 +138,8 @@ def exchange_bytes(ranks: int, rows: int, width: int) -> int:
 
 
 def check_peers(devices: Seqs[int]) -> None:
-    """Raises UserError where a card can't reach another one's memory."""
+    """Raises UserError where a card can't reach another one's memory, or is of another kind: the
+    library's sums, which drafters and long prompts have, may then differ."""
     there = torch.cuda.device_count()
     if len(devices) > there:
         raise UserError(
@@ -146,6 +152,19 @@ def check_peers(devices: Seqs[int]) -> None:
                 f"GPU {a} can't reach the memory of GPU {b}: --tp needs cards with peer access "
                 "(nvidia-smi topo -p2p r shows them); run one server per card instead"
             )
+    first, *others = devices
+    for other in others:
+        if _kind(other) != _kind(first):
+            raise UserError(
+                f"GPU {other} ({_kind(other)}) is of another kind than GPU {first} "
+                f"({_kind(first)}): --tp needs equal cards; run one server per card instead"
+            )
+
+
+def _kind(device: int) -> str:
+    found = torch.cuda.get_device_properties(device)
+    capability = f"compute capability {found.major}.{found.minor}"
+    return f"{found.name}, {capability}, {found.multi_processor_count} multiprocessors"
 
 
 def _context(device: int) -> object:

@@ -125,7 +125,7 @@ class Captured(Generic[Result]):
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         # torch's own stream for captures is the first GPU's
-        with _quiet(), torch.cuda.graph(self._graph, pool.handle, side), _no_collection():
+        with _quiet(), torch.cuda.graph(self._graph, pool.handle, side), no_collection():
             self.result = function()
 
     def replay(self) -> Result:
@@ -145,7 +145,7 @@ class CapturedParts(Generic[Result]):
             with silent():
                 function(lambda: None)  # warm, as in `Captured`
             torch.cuda.synchronize()
-            with _quiet(), _no_collection():
+            with _quiet(), no_collection():
                 self._begin()
                 self.result = function(self._cut)
                 self.parts[-1].capture_end()
@@ -176,8 +176,9 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Freeing what an older engine left behind talks to the device, which a capture forbids."""
+def no_collection() -> Iterator[None]:
+    """Freeing what an older engine left behind talks to the device, which a capture forbids,
+    and waits for a card that may itself wait for another one."""
     enabled = gc.isenabled()
     gc.disable()
     try:

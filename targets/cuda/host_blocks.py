@@ -2,7 +2,7 @@
 
 torch's own page-locked memory is allocated in powers of two, so that 0.5 GB may take 1 GB. Here
 only the last block of each holder can be partly empty, and any holder can take a block that is
-freed.
+freed, of what leaves the same GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HostBlocks:
         return found
 
     def give(self, blocks: Seqs[Tensor]) -> None:
-        """They may be taken again at once: all copies go through one stream, in order."""
+        """They may be taken again at once: a GPU's copies go through one stream, in order."""
         self._free += blocks
 
 
@@ -52,6 +52,6 @@ def blocks_of(size: int) -> int:
 
 
 @cache
-def host_blocks() -> HostBlocks:
-    """This process's."""
+def host_blocks(device: torch.device) -> HostBlocks:
+    """This process's, for what leaves this GPU."""
     return HostBlocks()

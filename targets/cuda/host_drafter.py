@@ -62,10 +62,10 @@ class HostHead(Generic[Head]):
     def prefill(self, seq: Sequence, start: int, stop: int, step: Step) -> None:
         self.head.prefill(seq, start, stop, step)
 
+    @catching_oom(HEAD)
     def propose(self, seqs: Seqs[Sequence], k: int) -> Proposal:
         return self.read(self.enqueued(seqs, k))
 
-    @catching_oom(HEAD)
     def enqueued(self, seqs: Seqs[Sequence], k: int) -> Rows:
         """`propose` on the device."""
         rows = self.target.draft_rows(seqs, k)

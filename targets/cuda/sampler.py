@@ -90,7 +90,7 @@ class HostRecords:
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._next = 0
         # torch does not see that kernels write there: it would reuse the memory once it is freed
-        weakref.finalize(self, _keep_until_written, self.words).atexit = False
+        weakref.finalize(self, _keep_until_written, self.words, device).atexit = False
 
     def begin(self) -> None:
         """Count from here on: the capture ran a cycle."""
@@ -102,8 +102,8 @@ class HostRecords:
         return self.words[self._next]
 
 
-def _keep_until_written(words: torch.Tensor) -> None:
-    torch.cuda.synchronize()
+def _keep_until_written(words: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
     del words
 
 

@@ -62,10 +62,11 @@ class TensorSnapshot:
         if self._device.type == "cpu":
             return self
         host = TensorSnapshot(self._shapes, torch.empty(0, dtype=torch.uint8, device=self._device))
-        host._size, host._blocks = self._size, host_blocks().take(self._size)
+        blocks = host_blocks(self._device)
+        host._size, host._blocks = self._size, blocks.take(self._size)
         for block, part in zip(host._blocks, self._data.split(BLOCK), strict=True):
             block[: len(part)].copy_(part, non_blocking=True)
-        weakref.finalize(host, host_blocks().give, host._blocks)
+        weakref.finalize(host, blocks.give, host._blocks)
         return host
 
     def copy_from(self, parts: Seqs[Tensor]) -> None:

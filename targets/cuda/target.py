@@ -58,33 +58,34 @@ class CudaTarget(CudaVerifier):
 
     @torch.inference_mode()
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
-        for read in self.enqueued_parts(seq, start, stop):
-            yield read and read()
+        if start == 0:
+            self.seat(seq)
+        with catching_oom(f"a chunk of {stop - start} tokens"):
+            for read in self.enqueued_parts(seq, start, stop):
+                yield read and read()
 
     @torch.inference_mode()
     def enqueued_parts(
-        self, seq: Sequence, start: int, stop: int
+        self, seq: Sequence, start: int, stop: int, room: torch.Tensor | None = None
     ) -> Iterator[Callable[[], Step] | None]:
-        """`prefill_parts` on the device; the last part's step is read by what is returned."""
-        with catching_oom(f"a chunk of {stop - start} tokens"):
-            if start == 0:
-                self.seat(seq)
-            self.reserve(seq.slot, stop)
-            placed, soft = within(start, stop, seq.pictures), []
-            for part in rows_of(self.soft_tokens, placed, seq.reuse):
-                if part is None:
-                    yield None
-                else:
-                    soft.append(part)
-            pictures = list(zip(placed, soft, strict=True))
-            own = soft_rows(start, pictures)
-            rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
-            remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
-            ends = stop == seq.prompt_len
-            chunk = rows, start, seq.slot, ends
-            made = self._pictures(*chunk, pictures) if pictures else self._chunk(*chunk)
-            for out in made:
-                yield out and partial(self._read, seq, stop, rows, out, own)
+        """`prefill_parts` of a seated sequence on the device; the last part's step is read by what
+        is returned. room: what `prepare_prefill` took."""
+        self.reserve(seq.slot, stop)
+        placed, soft = within(start, stop, seq.pictures), []
+        for part in rows_of(self.soft_tokens, placed, seq.reuse):
+            if part is None:
+                yield None
+            else:
+                soft.append(part)
+        pictures = list(zip(placed, soft, strict=True))
+        own = soft_rows(start, pictures)
+        rows = self._rows([seq.tokens[start:stop]], [start], [seq.slot])
+        remember(self.cache.tokens, rows.tokens, rows.start, rows.slot)
+        ends = stop == seq.prompt_len
+        chunk = rows, start, seq.slot, ends
+        made = self._pictures(*chunk, pictures) if pictures else self._chunk(*chunk, room)
+        for out in made:
+            yield out and partial(self._read, seq, stop, rows, out, own)
 
     @catching_oom("the choice after a prompt")
     def _read(self, seq: Sequence, stop: int, rows: Rows, out: Hidden, soft: SoftRows) -> Step:
@@ -129,14 +130,15 @@ class CudaTarget(CudaVerifier):
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
         if len(seqs) == 1:
             return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
+        for seq in seqs:
+            self.seat(seq)
         with catching_oom(f"{len(seqs)} prompts at once"):
             return self.enqueue_all(seqs)()
 
     @torch.inference_mode()
     def enqueue_all(self, seqs: Seqs[Sequence]) -> Callable[[], list[Step]]:
-        """`prefill_all` of two prompts or more on the device; -> what reads the steps."""
+        """`prefill_all` of two seated prompts or more on the device; -> what reads the steps."""
         for seq in seqs:
-            self.seat(seq)
             self.reserve(seq.slot, seq.prompt_len)
         lengths = [seq.prompt_len for seq in seqs]
         size = self._padded_together(max(lengths))
@@ -171,13 +173,15 @@ class CudaTarget(CudaVerifier):
             for b in range(len(seqs))
         ]
 
-    def _chunk(self, rows: Rows, start: int, slot: int, ends: bool) -> Iterator[Hidden | None]:
+    def _chunk(
+        self, rows: Rows, start: int, slot: int, ends: bool, room: torch.Tensor | None
+    ) -> Iterator[Hidden | None]:
         """A chunk in parts. ends: the prompt ends here, so that logits are needed."""
         plan, tokens = self.plan, rows.tokens.shape[1]
         if start == 0 and tokens <= plan.first:
-            yield from self._in_calls(rows, plan.first)
+            yield from self._in_calls(rows, plan.first, room)
         elif tokens <= CALLS * plan.short or not self.ops.multiplies_whole:
-            yield from self._in_calls(rows, plan.short)
+            yield from self._in_calls(rows, plan.short, room)
         else:
             common = self.weights, self.arch, self.cache, PrefillChunk(rows.tokens[0], start, slot)
             yield from prefill(*common, self.ops, plan.features, ends)
@@ -215,18 +219,26 @@ class CudaTarget(CudaVerifier):
         reach = torch.tensor([seen], dtype=torch.int32, device=self.device)
         return replace(rows, soft=soft, reach=reach)
 
-    def _in_calls(self, rows: Rows, size: int) -> Iterator[Hidden | None]:
+    def _in_calls(
+        self, rows: Rows, size: int, room: torch.Tensor | None = None
+    ) -> Iterator[Hidden | None]:
         """A chunk in parts; one with pictures is one. size: tokens of a call."""
-        logits, features = None, []
+        logits, features = None, self._room(rows.tokens.shape[1]) if room is None else room
         for number, tokens in enumerate(rows.tokens.split(size, 1)):
             if number:
                 yield None
             out = self._call(replace(rows, tokens=tokens, start=rows.start + number * size))
             logits = out.logits
-            if out.features is not None:
-                features.append(out.features.clone())  # a graph's own are the next one's too
+            if features is not None and out.features is not None:
+                # a graph's own are the next one's too
+                features[number * size :][: len(tokens[0])] = out.features
         assert logits is not None
-        yield Hidden(logits, torch.cat(features) if features else None)
+        yield Hidden(logits, features)
+
+    def _room(self, tokens: int) -> torch.Tensor | None:
+        """For the features of so many tokens, if any are taken."""
+        width = len(self.plan.features) * self.arch.hidden
+        return torch.empty((tokens, width), device=self.device) if width else None
 
     def _call(self, rows: Rows) -> Hidden:
         """A call [1, T] of decoding's kernels -> logits of its last row; features of all."""
@@ -238,12 +250,13 @@ class CudaTarget(CudaVerifier):
         logits, features = self.short(padded(rows), torch.tensor([tokens - 1], device=self.device))
         return Hidden(logits, None if features is None else features[:tokens])
 
-    def prepare_prefill(self, start: int, stop: int) -> None:
-        """Capture what `enqueued_parts` replays: nothing may be captured, or allocated by the
-        driver, while other cards wait for this one."""
+    def prepare_prefill(self, start: int, stop: int) -> torch.Tensor | None:
+        """Capture what `enqueued_parts` replays, and take room for its features: nothing may be
+        captured, or allocated by the driver, while other cards wait for this one."""
         size = self.plan.first if start == 0 and stop <= self.plan.first else self.plan.short
         for first in range(start, stop, size):
             self._capture_prefill(1, min(size, stop - first))
+        return self._room(stop - start)
 
     def prepare_all(self, seqs: Seqs[Sequence]) -> None:
         """The same for `enqueue_all`."""

@@ -57,9 +57,9 @@ class CudaVerifier:
         self.pages = make_pages(plan.pages, plan.slots, self.device)
         self.cache = make_cache(arch, *sizes, kv, plan.device, plan.first_rows, self.pages)
         self._rounding = rounding(weights) if plan.dtype == "fp8" else weights
-        self._unbiased = torch.zeros(arch.vocab, device=self.device)
-        self._unbiased[list(suppress)] = -torch.inf
-        self.bias = self._unbiased.repeat(plan.slots, 1)
+        self._unbiased = np.zeros(arch.vocab, np.float32)
+        self._unbiased[list(suppress)] = -np.inf
+        self.bias = torch.from_numpy(self._unbiased).to(self.device).repeat(plan.slots, 1)
         self._biased: set[int] = set()
         self._loaded: set[tuple[int, int, bool]] = set()
         self.sampling_params = blank_table(plan.slots, plan.device)
@@ -217,6 +217,7 @@ class CudaVerifier:
             for slot in slots:
                 self.pages.release(slot)
 
+    @catching_oom("a request's sampling parameters")
     def seat(self, seq: Sequence) -> None:
         """Take over a new owner's sampling parameters for its slot. Raises UserError for token
         ids that this model does not have."""
@@ -224,15 +225,19 @@ class CudaVerifier:
         params, slot = seq.sampling, seq.slot
         set_row(self.sampling_params, slot, params, seq.prompt_len)
         if params.logit_bias or slot in self._biased:
-            row = self._unbiased.clone()
-            for token, bias in params.logit_bias:
-                row[token] += bias
-            self.bias[slot] = row
+            self.bias[slot] = torch.from_numpy(_biased(self._unbiased, params.logit_bias))
             self._biased = self._biased | {slot} if params.logit_bias else self._biased - {slot}
 
     def _rows(self, tokens: list[list[int]], start: list[int], slot: list[int]) -> Rows:
         packed = (torch.from_numpy(np.array(a, np.int32)) for a in (tokens, start, slot))
         return Rows(*(a.to(self.device) for a in packed))
+
+
+def _biased(unbiased: np.ndarray, biases: Seqs[tuple[int, float]]) -> np.ndarray:
+    """On the host: there may be as many as there are words."""
+    row, pairs = unbiased.copy(), np.array(biases, np.float64).reshape(-1, 2)
+    np.add.at(row, pairs[:, 0].astype(np.int64), pairs[:, 1].astype(np.float32))
+    return row
 
 
 def sampler_needed(seqs: Seqs[Sequence]) -> bool:

@@ -109,16 +109,28 @@ class SnapshotPool:
         self._given_up = 0
 
     def _settle(self) -> None:
+        leaving: list[tuple[Hashable, _Entry]] = []
         most = self.budget.device - self._given_up
         while self._device.entries and self._device.used > most:
             key, entry = self._device.entries.popitem(last=False)
             self._device.used -= _on_device(entry.parts)
-            if not entry.superseded:
-                self._to_host(key, entry)
+            if not entry.superseded and _on_host(entry.parts) <= self.budget.host:
+                leaving.append((key, entry))
+        for key, entry in self._fitting(leaving):
+            self._to_host(key, entry)
+
+    def _fitting(self, leaving: list[tuple[Hashable, _Entry]]) -> list[tuple[Hashable, _Entry]]:
+        """The newest of these, as many as host memory holds: older ones would be copied there to be
+        evicted by them."""
+        first, needed = len(leaving), 0
+        while first and needed + _on_host(leaving[first - 1][1].parts) <= self.budget.host:
+            first -= 1
+            needed += _on_host(leaving[first][1].parts)
+        return leaving[first:]
 
     def _to_host(self, key: Hashable, entry: _Entry) -> None:
         needed, host = _on_host(entry.parts), self._host
-        if needed > self.budget.host:
+        if needed > self.budget.host:  # lowered since by an entry for which there was no memory
             return
         while host.used + needed > self.budget.host:
             host.used -= _on_host(host.entries.popitem(last=False)[1].parts)

@@ -357,3 +357,19 @@ def test_what_was_left_and_has_no_room_fails_nothing():
     engine.prefix_cache.owners = (Full(engine.target),)
     left_after(engine, words(100), 6)
     assert answered(engine, words(100))[0] == 0
+
+
+def test_what_host_memory_would_drop_again_is_never_copied_there():
+    pool, copied = SnapshotPool(Budget(device=500, host=200)), []
+
+    class Counted(FakeSnapshot):
+        def to_host(self):
+            copied.append(self.values)
+            return super().to_host()
+
+    for number in range(5):
+        pool.put(number, (Counted(number, 100),))
+    pool.budget.device = 0
+    pool.put(5, (Counted(5, 300),))  # too large for the host's
+    assert copied == [3, 4]
+    assert [number in pool for number in range(6)] == [False] * 3 + [True] * 2 + [False]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from specdec.core.errors import UserError
 from targets.arch import released
 from targets.backend import backend_of
 from targets.cuda import attention, exchange, int4
-from targets.cuda.exchange import check_peers
+from targets.cuda.exchange import ExchangeMemory, check_peers
 from targets.cuda.footprint import TargetShape, need
 from targets.cuda.ranks import Rank, refuse_ranks
 from targets.cuda.reader import quantise_fp8
@@ -145,3 +147,32 @@ def test_cards_that_cant_reach_each_other(monkeypatch):
     monkeypatch.setattr(exchange.torch.cuda, "can_device_access_peer", lambda a, b: False)
     with pytest.raises(UserError, match="GPU 0 can't reach the memory of GPU 1"):
         check_peers(range(2))
+
+
+@pytest.mark.parametrize(
+    "other", [{"name": "NVIDIA H100"}, {"major": 10}, {"multi_processor_count": 114}]
+)
+def test_cards_of_two_kinds(monkeypatch, other):
+    kind = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132}
+    found = [SimpleNamespace(**kind), SimpleNamespace(**kind | other)]
+    monkeypatch.setattr(exchange.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(exchange.torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(exchange.torch.cuda, "get_device_properties", found.__getitem__)
+    with pytest.raises(UserError, match="GPU 1 .* is of another kind than GPU 0 "):
+        check_peers(range(2))
+    check_peers([0, 0])
+
+
+def test_no_room_for_what_cards_send_each_other(monkeypatch):
+    """Another process may have taken what was free when it was counted."""
+    fine = SimpleNamespace(value=0, name="CUDA_SUCCESS")
+    full = SimpleNamespace(value=2, name="CUDA_ERROR_OUT_OF_MEMORY")
+    answers = SimpleNamespace(
+        cuCtxEnablePeerAccess=lambda *given: (fine,), cuMemAlloc=lambda size: (full, None)
+    )
+    monkeypatch.setattr(exchange, "check_peers", lambda devices: None)
+    monkeypatch.setattr(exchange, "_context", lambda device: None)
+    monkeypatch.setattr(exchange, "driver", lambda: answers)
+    monkeypatch.setattr(exchange.torch.cuda, "device", lambda device: nullcontext())
+    with pytest.raises(UserError, match="no room for what cards send each other"):
+        ExchangeMemory(range(2), rows=8, width=64)
