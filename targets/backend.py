@@ -105,7 +105,8 @@ class Meter(Protocol):
 
     def memory(self) -> dict[str, int] | None:
         """Bytes on the GPU: weights, second copies of weights, cache, and all that is in use; None
-        where that is not measurable."""
+        where that is not measurable. Of several cards those of one, the most that is in use on any,
+        and their number."""
         ...
 
     def sizes(self) -> tuple[int, int]:

@@ -266,9 +266,10 @@ def _say_memory(model: Model) -> None:
         parts = "weights", "copies", "cache", "used"
         weights, copies, cache, used = (held[part] / 1e9 for part in parts)
         of_it = f" ({copies:.1f} of it second copies)" if copies else ""
+        each = f" on each of {held['cards']} cards" if held["cards"] > 1 else ""
         console.print(
-            f"[dim]{used:.1f} GB of GPU memory in use: weights {weights:.1f}{of_it}, K/V cache "
-            f"{cache:.1f}, all else {used - weights - cache:.1f}[/dim]"
+            f"[dim]{used:.1f} GB of GPU memory in use{each}: weights {weights:.1f}{of_it}, K/V "
+            f"cache {cache:.1f}, all else {used - weights - cache:.1f}[/dim]"
         )
 
 

@@ -105,9 +105,9 @@ def free_bytes(card: int | None = None) -> int:
     return import_module("torch").cuda.mem_get_info(card)[0]
 
 
-def used_bytes() -> int:
-    """Memory of the current GPU that is in use, by all processes."""
-    free, total = import_module("torch").cuda.mem_get_info()
+def used_bytes(device: Any = None) -> int:
+    """Memory of this GPU, by default the current one, that is in use, by all processes."""
+    free, total = import_module("torch").cuda.mem_get_info(device)
     return total - free
 
 

@@ -18,12 +18,14 @@ class Meter:
     def __init__(self, target: CudaTarget | CardsTarget) -> None:
         """Of several cards the first one is measured: all have and read as much."""
         self._whole = target
-        self.target = target if isinstance(target, CudaTarget) else target.ranks[0]
+        self._ranks = (target,) if isinstance(target, CudaTarget) else target.ranks
+        self.target = self._ranks[0]
 
     def memory(self) -> dict[str, int] | None:
         if self.target.device.type == "cpu":
             return None
-        return self._counted() | {"used": used_bytes()}
+        used = max(used_bytes(rank.device) for rank in self._ranks)
+        return self._counted() | {"used": used, "cards": len(self._ranks)}
 
     def sizes(self) -> tuple[int, int]:
         counted = self._counted()

@@ -1,5 +1,5 @@
-"""What several cards are told, and in which order: nothing that waits lies between the launches of
-one step. Each rank is a whole model on the CPU."""
+"""The order of calls on several cards: nothing that waits lies between the launches of one step.
+Each rank is a whole model on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from drafters.cards import DividedHeads
 from specdec.core.types import Sampling, Sequence
 from targets import mini
-from targets.cuda import cards, device_loop
+from targets.cuda import cards, device_loop, meter
 from targets.cuda.cards import CardsCycle, CardsTarget, OnCards
 from targets.cuda.device_loop import CapturedCycle, GraphKey
 from targets.cuda.host_blocks import BLOCK, SLAB, host_blocks
@@ -138,7 +138,7 @@ def test_the_device_loop_says_what_to_look_for_where_a_card_waited_in_vain(monke
 
 
 def unpinned(monkeypatch):
-    """torch.empty makes ordinary memory, whatever is asked for."""
+    """torch.empty makes ordinary memory, on any device and also where it is to be pinned."""
     empty = torch.empty
 
     def plain(*given, device=None, pin_memory=False, **named):
@@ -201,7 +201,7 @@ NO_ROOM = "^a GPU ran out of memory while another one waited"
 
 @pytest.fixture
 def given_back(monkeypatch):
-    """How often torch was told to give memory back, which waits for every card."""
+    """Calls by which torch gives memory back: they wait for every card."""
     log = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("given back"))
     return log
@@ -326,3 +326,13 @@ def test_page_locked_memory_is_taken_before_any_launch(monkeypatch, guided):
     cycle.launch(prepared)
     cycle.launch(cycle.prepare([seq]))
     assert log.count("locked") == 1
+
+
+def test_memory_is_shown_of_the_fullest_card(monkeypatch):
+    target = cards_of()
+    for number, rank in enumerate(target.ranks):
+        rank.device = torch.device("cuda", number)
+    monkeypatch.setattr(meter, "used_bytes", lambda device: (5, 7)[device.index])
+    held = meter.Meter(target).memory()
+    assert held is not None
+    assert (held["used"], held["cards"]) == (7, 2)
