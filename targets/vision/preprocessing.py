@@ -51,6 +51,10 @@ PNG_HEAD = 8
 """Bytes before a PNG's first chunk."""
 GREY16_STEP = 257
 """65,535 / 255: what a level of 8 bits is in 16."""
+DENSEST = {"PNG": 8 * 1032, "GIF": 8 * 4096 // 12, "JPEG": 8 * 64, "WEBP": 8 * 512}
+"""Most pixels for a byte of a large picture's file. PNG: 1032 bytes of 1-bit pixels, deflate's
+limit. GIF: codes of 12 bits, each a string of the table. JPEG: a bit for each block of 8 x 8. WebP
+has no limit, but only empty pictures go beyond this."""
 LARGE_PIXELS = 8_000_000
 """Of larger pictures one is decoded at a time: Pillow takes up to 4 bytes for each pixel, for WebP
 the library below it 12 more."""
@@ -201,12 +205,24 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
                 f"the picture has {width} × {height} pixels: at most {MOST_PIXELS // 10**6} "
                 f"million are taken, and {MOST_SIDE:,} along a side"
             )
+        _refuse_what_is_not_there(image, len(data))
         try:
             yield image
         except UserError:
             raise
         except Exception as problem:  # noqa: B036 - its decoders raise what they like
             raise UserError(_refusal(problem)) from None
+
+
+def _refuse_what_is_not_there(image: Image.Image, size: int) -> None:
+    """Raises UserError for a large picture that its file of `size` bytes can't hold: a decoder
+    would take memory for all of its pixels before it missed them."""
+    pixels = image.width * image.height
+    if pixels > LARGE_PIXELS and pixels > DENSEST[str(image.format)] * size:
+        raise UserError(
+            f"the picture says {image.width} × {image.height} pixels, which a file of {size:,} "
+            "bytes can't hold: send a whole PNG, JPEG, WebP or GIF file"
+        )
 
 
 def _refusal(problem: Exception) -> str:

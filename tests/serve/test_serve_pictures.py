@@ -270,7 +270,7 @@ def test_more_pictures_than_a_request_may_have(server):
 
 
 def test_more_pixels_than_a_request_may_have(server):
-    encoded = base64.b64encode(bomb(7000, 7000)).decode()
+    encoded = base64.b64encode(bomb(7000, 7000, 8000)).decode()
     part = {"type": "image_url", "image_url": f"data:image/png;base64,{encoded}"}
     reply = server.post("chat/completions", messages=asked(part, part, part), max_tokens=3)
     assert reply.status_code == 400 and "128 million" in reply.json()["error"]["message"]

@@ -113,8 +113,8 @@ def file_of(pixels: np.ndarray, form: str = "PNG", **options: Any) -> bytes:
     return written.getvalue()
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG's header of that size, with a few pixels."""
+def bomb(width: int, height: int, padding: int = 0) -> bytes:
+    """A PNG's header of that size, with a few pixels, and a comment of `padding` bytes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         sum_ = struct.pack(">I", zlib.crc32(kind + data))
@@ -122,7 +122,8 @@ def bomb(width: int, height: int) -> bytes:
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     pixels = chunk(b"IDAT", zlib.compress(bytes(99)))
-    return b"\x89PNG\r\n\x1a\n" + head + pixels + chunk(b"IEND", b"")
+    comment = chunk(b"tEXt", b"Comment\0" + b"a" * padding)
+    return b"\x89PNG\r\n\x1a\n" + head + comment + pixels + chunk(b"IEND", b"")
 
 
 def prompt_of(spec: VisionSpec, *parts: Any) -> tuple[list[int], tuple[PlacedPicture, ...]]:

@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image, ImageDraw, ImageFile
 
 from specdec.core.errors import UserError
 from targets.vision import preprocessing
@@ -200,6 +200,21 @@ def test_sizes_are_refused_from_the_header(monkeypatch):
     with pytest.raises(UserError, match="8001"):
         prepared(bomb(8001, 8001), BUDGET, SMALL)
     assert {size_of(file) for file in files} == {PIXELS.shape[:2]}
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_a_file_too_small_for_its_pixels_is_refused_from_the_header(form, monkeypatch):
+    """Else 60 bytes would take 256 MB. A page of text has pixels enough."""
+    drawn = Image.new("RGB", (2900, 2900), "white")
+    ImageDraw.Draw(drawn).text((90, 90), "A page with a line of text", fill="black")
+    page, empty = io.BytesIO(), io.BytesIO()
+    drawn.save(page, form)
+    assert size_of(page.getvalue()) == (2900, 2900)
+    drawn.paste("white", (0, 0, 2900, 2900))
+    drawn.save(empty, form, lossless=True)  # as WebP it is whole, and has 400 bytes
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(UserError, match="2900 × 2900 pixels, which a file of"):
+        prepared(empty.getvalue()[:900], BUDGET, SMALL)
 
 
 def test_hostile_files_are_seen_or_refused():
