@@ -14,8 +14,8 @@ import numpy as np
 from specdec.core.types import NO_GUESS, Array, Proposal, Sequence, Step
 
 AT_ONCE = 2048
-"""Tokens of a text that an index in Python takes up in one call: nobody decodes meanwhile. Behind a
-long prompt that the prefix cache restored, it says nothing for some cycles."""
+"""Tokens of a text that an index in Python takes up in one call, between two cycles. Behind a long
+prompt that the prefix cache restored, no guess is made for some cycles."""
 COMPARED = 1 << 14
 """Latest occurrences of the text's last token that the twin compares: a bound on the work, which
 only a text that repeats one token more often meets."""

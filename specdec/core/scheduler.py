@@ -40,7 +40,7 @@ class Scheduler:
             for slot in self.free:
                 self.pages.release(slot)
         self._least_left = {"chunk": True, "part": True}
-        """Whose turn was last: that of the prompt with the fewest tokens left."""
+        """Whether the last turn was that of the prompt with the fewest tokens left."""
         self._passed: list[Sequence] = []
         """Sequences that were seated before one that was first and had no room."""
         self.reading: Sequence | None = None

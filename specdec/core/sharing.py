@@ -106,7 +106,7 @@ class Waiting:
         self._returned.appendleft(seq)
 
     def first(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
-        """The one that is next: who gave way, or else the next one that fits."""
+        """The next one: the first that gave way, or else the next one that fits."""
         return self._returned[0] if self._returned else self.next_new(fits)
 
     def next_new(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
@@ -115,7 +115,7 @@ class Waiting:
         return None if owner is None else self._callers[owner.caller][owner].sequences[0]
 
     def seat(self, seq: Sequence) -> None:
-        """Remove it, which is the first of its request or gave way first, and count its slot."""
+        """Remove `first` or `next_new`, and count its slot."""
         if self._returned and seq is self._returned[0]:
             self._returned.popleft()
         else:

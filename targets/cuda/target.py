@@ -58,9 +58,9 @@ class CudaTarget(CudaVerifier):
 
     @torch.inference_mode()
     def prefill_parts(self, seq: Sequence, start: int, stop: int) -> Iterator[Step | None]:
-        if start == 0:
-            self.seat(seq)
         with catching_oom(f"a chunk of {stop - start} tokens"):
+            if start == 0:
+                self.seat(seq)
             for read in self.enqueued_parts(seq, start, stop):
                 yield read and read()
 
@@ -130,9 +130,9 @@ class CudaTarget(CudaVerifier):
     def prefill_all(self, seqs: Seqs[Sequence]) -> list[Step]:
         if len(seqs) == 1:
             return [self.prefill(seqs[0], 0, seqs[0].prompt_len)]
-        for seq in seqs:
-            self.seat(seq)
         with catching_oom(f"{len(seqs)} prompts at once"):
+            for seq in seqs:
+                self.seat(seq)
             return self.enqueue_all(seqs)()
 
     @torch.inference_mode()
