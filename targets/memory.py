@@ -78,9 +78,12 @@ def host_free() -> int | None:
 
 def host_total() -> int:
     """Bytes of the machine's memory, or those that its container may take where that is less."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _number(CGROUP / "memory.max")
-    return whole if limit is None else min(whole, limit)
+    return _whole() if limit is None else min(_whole(), limit)
+
+
+def _whole() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _pages_of_files() -> int:
@@ -98,7 +101,7 @@ def _available() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        return _whole() // 2
     found = (line.split() for line in lines if line.startswith("MemAvailable:"))
     return next((int(number) * 1024 for _, number, _ in found), None)
 

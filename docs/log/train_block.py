@@ -98,10 +98,9 @@ def table(out: Path, humaneval: Path) -> None:
         for k in (3, 7):
             folder = out / f"{name}-{k}"
             own = "--backend cuda --dtype bfloat16 --slots 8 --drafter dspark"
-            own = [*own.split(), "--draft-model", out / "block", "--k", k, "--limit", TEXTS]
-            own += ["--max-tokens", ANSWER]
-            command = "-m", "specdec", "eval-acceptance", prompts
-            run(*command, *own, *SAMPLING, "--out", folder)
+            numbers = "--k", k, "--limit", TEXTS, "--max-tokens", ANSWER
+            command = "-m", "specdec", "eval-acceptance", prompts, "--draft-model", out / "block"
+            run(*command, *own.split(), *numbers, *SAMPLING, "--out", folder)
 
 
 def start(*words: object) -> subprocess.Popen[bytes]:

